@@ -73,8 +73,8 @@ def main() -> None:
     global_batch_size = world_size * args.batch_size
     steps = count_steps(train_set, global_batch_size)
     logger.info(
-        f"World size {world_size}: {steps} steps an epoch of {world_size} x {args.batch_size} samples; "
-        f"{len(train_set.labels)} training, {len(valid_set.labels)} validation, {len(test_set.labels)} test samples"
+        f"World size {world_size}: {steps} steps an epoch, {world_size} x {args.batch_size} samples each, "
+        f"of {len(train_set.labels)}; {len(valid_set.labels)} to validate, {len(test_set.labels)} to test"
     )
 
     model = build_model().to(device, memory_format=torch.channels_last)
@@ -122,8 +122,8 @@ def setup_distributed() -> torch.device:
     gpus = torch.cuda.device_count() or int(env.get("SLURM_GPUS_ON_NODE", "0"))
     if gpus and (local_rank >= gpus or "SLURM_GPUS_PER_TASK" in env):
         sys.exit(
-            f"main.py: error: rank {rank} finds no GPU of its own among the {gpus} of this job on {host}: ask for "
-            "as many --gpus-per-node as tasks (--gpus-per-task would hide them from one another)"
+            f"main.py: error: rank {rank} has no GPU to itself among the {gpus} of {host}: ask for as many "
+            "--gpus-per-node as tasks a node (--gpus-per-task would hide them from one another)"
         )
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu", 0)
     backend = "nccl" if device.type == "cuda" else "gloo"

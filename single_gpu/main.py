@@ -71,8 +71,8 @@ def main() -> None:
     global_batch_size = world_size * args.batch_size
     steps = count_steps(train_set, global_batch_size)
     logger.info(
-        f"World size {world_size}: {steps} steps an epoch of {world_size} x {args.batch_size} samples; "
-        f"{len(train_set.labels)} training, {len(valid_set.labels)} validation, {len(test_set.labels)} test samples"
+        f"World size {world_size}: {steps} steps an epoch, {world_size} x {args.batch_size} samples each, "
+        f"of {len(train_set.labels)}; {len(valid_set.labels)} to validate, {len(test_set.labels)} to test"
     )
 
     model = build_model().to(device, memory_format=torch.channels_last)

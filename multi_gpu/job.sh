@@ -1,0 +1,38 @@
+#!/bin/bash
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=4
+#SBATCH --mem=16G
+#SBATCH --time=01:00:00
+# EDIT: add the #SBATCH lines your cluster asks for, such as --account, --partition or the GPU's type.
+export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-} # EDIT: where cifar-10-python.tar.gz is; empty: main.py downloads it
+
+set -euo pipefail
+echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)"
+
+# Data goes to the node's own disk. Where the cluster names none in SLURM_TMPDIR, it goes to a folder under /tmp that
+# is removed at the end of this script; scancel and the time limit leave the script no time for that.
+if [ -z "${SLURM_TMPDIR:-}" ]; then
+    export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID
+    trap 'rm -rf "$SLURM_TMPDIR"' EXIT
+fi
+stage() {
+    mkdir -p "$SLURM_TMPDIR/data"
+    [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data" ||
+        { echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2; exit 1; }
+}
+stage
+
+# Rank 0 waits for the other ranks here; the port follows the job, because jobs may share a node.
+MASTER_ADDR=127.0.0.1
+MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
+export MASTER_ADDR MASTER_PORT
+
+# Once, here: tasks that all synchronise the environment at the same time get in each other's way.
+uv sync --locked
+# srun 22.05 and 23.02 give a task one CPU unless this is set. OMP_NUM_THREADS is PyTorch's number of CPU threads.
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+export PYTHONFAULTHANDLER=1 # a crash prints where Python was
+export NCCL_DEBUG=WARN # INFO also prints how the GPUs are connected
+srun --kill-on-bad-exit=1 uv run --no-sync python main.py "$@"

@@ -1,0 +1,390 @@
+#!/usr/bin/env python3
+"""A real Slurm cluster on this machine, to try job scripts on; needs root, Slurm, munge and iproute2.
+
+One slurmctld and several slurmd, each a host of its own: its own network, host name, /etc/hosts, /tmp and
+processes (Linux namespaces), joined by a bridge. GPUs are generic resources without hardware behind them,
+and the nodes claim more CPUs and memory than this machine has. Nothing of it outlives its supervisor
+process, and the machine's own /etc and munge are left alone.
+
+    eval "$(python3 tests/cluster.py up --nodes 2 --gpus 4)"    start one; sbatch and srun here then mean it
+    (cd multi_node && sbatch job.sh)
+    python3 tests/cluster.py exec node1 ps ax                   look into a node
+    python3 tests/cluster.py down
+"""
+
+import argparse
+import os
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PARENT = Path(
+    "/var/tmp"
+)  # not /run or /tmp: Slurm executes job scripts from here, and nodes have a /tmp of their own
+PREFIX = "slurm-cluster-"
+PROGRAMS = ["slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv"]
+START_SECONDS = 60
+
+SLURM_CONF = """\
+ClusterName=cluster
+SlurmctldHost=controller({subnet}.2)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={state}/munge.socket,cred_expire=5
+StateSaveLocation={state}/controller
+SlurmctldPidFile={state}/slurmctld.pid
+SlurmctldLogFile={state}/slurmctld.log
+SlurmdSpoolDir={state}/spool-%n
+SlurmdPidFile={state}/slurmd-%n.pid
+SlurmdLogFile={state}/slurmd-%n.log
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+GresTypes=gpu
+MpiDefault=none
+MailProg=/bin/true
+ReturnToService=2
+MinJobAge=86400
+KillWait=5
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+# The first process of a host: state, name, address and the daemon to run are its arguments. It waits on
+# standard input for its network cable. /tmp becomes a disk of the host's own, in which the folders that the
+# machine has in /tmp stay visible: a clone of this repository may be among them.
+HOST = """\
+set -eu
+state=$1 name=$2 address=$3
+shift 3
+read -r cable
+hostname "$name"
+ip link set lo up
+ip address add "$address/24" dev eth0
+ip link set eth0 up
+mount --bind "$state/hosts" /etc/hosts
+mkdir "$state/disk-$name"
+mount -t tmpfs -o size=4g,mode=1777 "$name" "$state/disk-$name"
+for folder in /tmp/*/; do
+    [ -d "$folder" ] || continue
+    mkdir "$state/disk-$name/$(basename "$folder")"
+    mount --rbind "$folder" "$state/disk-$name/$(basename "$folder")"
+done
+mount --move "$state/disk-$name" /tmp
+"$@" >> "$state/$name.out" 2>&1 &
+wait
+"""
+
+
+class ClusterError(Exception):
+    """The cluster cannot be started or found; the message says why and what to do."""
+
+
+def missing_requirements() -> str | None:
+    """Say what this machine lacks to run a cluster, or return None."""
+    if os.geteuid() != 0:
+        return "a test cluster needs root, for its network namespaces"
+    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    missing = [program for program in PROGRAMS if not shutil.which(program, path=path)]
+    if missing:
+        return f"not installed: {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge iproute2)"
+    return None
+
+
+class Cluster:
+    """A running cluster, as its users see it. `env` holds what Slurm's commands need to find it."""
+
+    def __init__(self, state: Path):
+        self.state = state
+        self.env = {"SLURM_CONF": str(state / "slurm.conf")}
+
+    @property
+    def nodes(self) -> list[str]:
+        return sorted(path.stem for path in self.state.glob("node*.pid"))
+
+    def namespaces(self, node: str) -> list[str]:
+        """Return the command that runs another command on a node."""
+        pid_file = self.state / f"{node}.pid"
+        if not pid_file.exists():
+            raise ClusterError(f"no node {node}: there are {', '.join(self.nodes)}")
+        # unshare(1) has put its child, and not itself, into the new process namespace.
+        pid = pid_file.read_text()
+        child = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
+        return ["nsenter", "--target", child, "--net", "--uts", "--mount", "--pid"]
+
+    def processes(self, node: str) -> list[str]:
+        """Return the command lines of what runs on a node, apart from Slurm's own daemon."""
+        command = [*self.namespaces(node), "ps", "-eo", "pid=,args="]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        own = (f"sh {self.state}", "slurmd -D", "ps -eo")
+        commands = [line.split(maxsplit=1)[1] for line in lines]
+        return [command for command in commands if not command.startswith(own)]
+
+    def stop(self) -> None:
+        """Stop the cluster; return when all of it is gone."""
+        pid = int((self.state / "supervisor.pid").read_text())
+        with_pidfd = os.pidfd_open(pid)
+        signal.pidfd_send_signal(with_pidfd, signal.SIGTERM)
+        select.select([with_pidfd], [], [])
+        os.close(with_pidfd)
+
+
+def start(nodes: int, gpus: int, cpus: int, lifeline: int | None = None) -> tuple[Cluster, subprocess.Popen]:
+    """Start a cluster and return it, and its supervisor, when every node is idle.
+
+    The cluster ends with `Cluster.stop`, and, if it is given a `lifeline`, when the other end of that pipe
+    closes: when its owner is gone, however it went.
+    """
+    if reason := missing_requirements():
+        raise ClusterError(reason)
+    remove_leftovers()
+    state = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PARENT))
+    state.chmod(0o755)
+    command = [sys.executable, __file__, "supervise", str(state), str(nodes), str(gpus), str(cpus)]
+    read_end, write_end = os.pipe()
+    supervisor = subprocess.Popen(
+        [*command, str(write_end)],
+        stdin=subprocess.DEVNULL if lifeline is None else lifeline,
+        stdout=sys.stderr,
+        start_new_session=True,
+        pass_fds=[write_end],
+    )
+    os.close(write_end)
+    with os.fdopen(read_end) as answer:
+        message = answer.read()  # until the supervisor is ready, or gone
+    if message != "ready":
+        supervisor.wait()
+        raise ClusterError(message or "the cluster's supervisor died")
+    return Cluster(state), supervisor
+
+
+def running() -> list[Cluster]:
+    """Return the clusters of this machine whose supervisor is alive."""
+    return [Cluster(path) for path in sorted(PARENT.glob(PREFIX + "*")) if supervisor_is_alive(path)]
+
+
+def supervisor_is_alive(state: Path) -> bool:
+    try:
+        pid = (state / "supervisor.pid").read_text()
+        return str(state) in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+def remove_leftovers() -> None:
+    """Remove the folders of clusters whose supervisor was killed; the kernel has removed the rest of them."""
+    for path in PARENT.glob(PREFIX + "*"):
+        young = time.time() - path.stat().st_mtime < START_SECONDS  # perhaps just being started
+        if not young and not supervisor_is_alive(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class Supervisor:
+    """The process that all others of a cluster die with."""
+
+    def __init__(self, state: Path, nodes: int, gpus: int, cpus: int):
+        self.state = state
+        self.names = [f"node{i}" for i in range(1, nodes + 1)]
+        self.gpus = gpus
+        self.cpus = cpus
+        self.link = ""
+        self.daemons: dict[str, subprocess.Popen] = {}
+
+    def start(self) -> None:
+        (self.state / "supervisor.pid").write_text(str(os.getpid()))
+        self.switch = self.spawn("switch", ["unshare", "--net", "sleep", "infinity"])
+        self.link, self.subnet = self.connect_machine()
+        self.write_files()
+        munge = [
+            f"--{kind}={self.state}/munge.{kind.split('-')[0]}"
+            for kind in ("key-file", "pid-file", "log-file")
+        ]
+        munge += [f"--seed-file={self.state}/munge.seed", f"--socket={self.state}/munge.socket"]
+        self.spawn("munged", ["munged", "--foreground", "--force", *munge])
+        self.wait_for((self.state / "munge.socket").exists, "munged has no socket")
+        conf = str(self.state / "slurm.conf")
+        self.add_host("controller", 2, ["slurmctld", "-D", "-f", conf])
+        for i, name in enumerate(self.names):
+            self.add_host(name, 11 + i, ["slurmd", "-D", "-f", conf, "-N", name])
+        self.wait_for(self.all_idle, "not every node became idle")
+
+    def spawn(self, name: str, command: list[str], **options) -> subprocess.Popen:
+        """Start a process that is killed when this one dies."""
+        command = ["setpriv", "--pdeathsig", "KILL", *command]
+        env = os.environ | {"SLURM_CONF": str(self.state / "slurm.conf")}
+        env["PATH"] += ":/usr/sbin:/sbin"
+        log = (self.state / f"{name}.out").open("a")
+        options = {"stdin": subprocess.DEVNULL, "env": env} | options
+        process = subprocess.Popen(command, stdout=log, stderr=log, **options)
+        self.daemons[name] = process
+        if "--net" in command:
+            own = os.readlink("/proc/self/ns/net")
+            self.wait_for(lambda: os.readlink(f"/proc/{process.pid}/ns/net") != own, f"no network for {name}")
+        return process
+
+    def connect_machine(self) -> tuple[str, str]:
+        """Plug the machine into the switch; return the link's name and the network's first three numbers."""
+        self.inside(self.switch, "ip link add switch type bridge")
+        self.inside(self.switch, "ip link set switch up")
+        for i in range(256):
+            subnet = f"10.197.{i}"
+            if subnet + "." in run("ip -4 address show") + run("ip -4 route show"):
+                continue
+            link = f"slurm{i}"
+            add = f"ip link add {link} type veth peer name machine netns {self.switch.pid}"
+            if subprocess.run(add.split(), capture_output=True).returncode == 0:
+                break
+        else:
+            raise ClusterError("no free network among 10.197.0.0/16")
+        run(f"ip address add {subnet}.1/24 dev {link}")
+        run(f"ip link set {link} up")
+        self.inside(self.switch, "ip link set machine master switch up")
+        return link, subnet
+
+    def write_files(self) -> None:
+        nodes = "\n".join(
+            f"NodeName={name} NodeAddr={self.subnet}.{11 + i} CPUs={self.cpus} RealMemory=1000000"
+            + (f" Gres=gpu:{self.gpus}" if self.gpus else "")
+            for i, name in enumerate(self.names)
+        )
+        (self.state / "slurm.conf").write_text(
+            SLURM_CONF.format(state=self.state, subnet=self.subnet, nodes=nodes)
+        )
+        # Slurm wants a device file for every GPU: these are /dev/null by another name.
+        for i in range(self.gpus):
+            os.mknod(self.state / f"gpu{i}", 0o666 | 0o020000, os.makedev(1, 3))
+        gres = f"Name=gpu File={self.state}/gpu[0-{self.gpus - 1}]\n" if self.gpus else ""
+        (self.state / "gres.conf").write_text(gres)
+        (self.state / "host.sh").write_text(HOST)
+        hosts = ["127.0.0.1 localhost", f"{self.subnet}.2 controller"]
+        hosts += [f"{self.subnet}.{11 + i} {name}" for i, name in enumerate(self.names)]
+        (self.state / "hosts").write_text("\n".join(hosts) + "\n")
+        for name in self.names:
+            (self.state / f"spool-{name}").mkdir()
+        (self.state / "controller").mkdir()
+        key = self.state / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+
+    def add_host(self, name: str, number: int, command: list[str]) -> None:
+        """Start a host, connect it to the switch and let it run `command`."""
+        unshare = "unshare --net --uts --mount --pid --fork --kill-child --mount-proc".split()
+        script = ["sh", f"{self.state}/host.sh", str(self.state), name, f"{self.subnet}.{number}"]
+        host = self.spawn(name, [*unshare, *script, *command], stdin=subprocess.PIPE)
+        (self.state / f"{name}.pid").write_text(str(host.pid))
+        run(f"ip link add {name} netns {self.switch.pid} type veth peer name eth0 netns {host.pid}")
+        self.inside(self.switch, f"ip link set {name} master switch up")
+        host.stdin.write(b"connected\n")
+        host.stdin.close()
+
+    def inside(self, process: subprocess.Popen, command: str) -> None:
+        run(f"nsenter --target {process.pid} --net {command}")
+
+    def all_idle(self) -> bool:
+        env = os.environ | {"SLURM_CONF": str(self.state / "slurm.conf")}
+        states = subprocess.run("sinfo -hN -o %T".split(), env=env, capture_output=True, text=True).stdout
+        return states.split() == ["idle"] * len(self.names)
+
+    def wait_for(self, condition, complaint: str) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not condition():
+            dead = [name for name, process in self.daemons.items() if process.poll() is not None]
+            if dead or time.monotonic() > deadline:
+                name = dead[0] if dead else "slurmctld"
+                raise ClusterError(f"{complaint}\n{self.last_words(name)}")
+            time.sleep(0.05)
+
+    def last_words(self, name: str) -> str:
+        logs = [path for path in self.state.glob(f"*{name}*") if path.suffix in (".out", ".log")]
+        return "\n".join(
+            f"{path.name}: {line}" for path in logs for line in path.read_text().splitlines()[-8:]
+        )
+
+    def stop(self) -> None:
+        for process in self.daemons.values():
+            process.kill()
+        for process in self.daemons.values():
+            process.wait()
+        # The kernel removes the link with the switch, but some time later.
+        subprocess.run(["ip", "link", "delete", self.link], capture_output=True)
+        shutil.rmtree(self.state)
+
+
+def run(command: str) -> str:
+    result = subprocess.run(shlex.split(command), capture_output=True, text=True)
+    if result.returncode != 0:
+        raise ClusterError(f"`{command}` failed: {result.stderr.strip()}")
+    return result.stdout
+
+
+def supervise(state: Path, nodes: int, gpus: int, cpus: int, answer: int) -> None:
+    """Start a cluster, say so on file descriptor `answer`; stop it on SIGTERM or at the end of stdin."""
+    wake, wake_writer = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(wake_writer)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    supervisor = Supervisor(state, nodes, gpus, cpus)
+    message = "ready"
+    try:
+        supervisor.start()
+    except (ClusterError, OSError) as error:
+        message = str(error)
+    os.write(answer, message.encode())
+    os.close(answer)
+    if message == "ready":
+        detached = os.readlink("/proc/self/fd/0") == "/dev/null"
+        select.select([wake] if detached else [wake, sys.stdin], [], [])
+    supervisor.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    up = commands.add_parser("up", help="start a cluster; print the line that points a shell at it")
+    up.add_argument("--nodes", type=int, default=2)
+    up.add_argument("--gpus", type=int, default=4, help="GPUs a node (default: 4)")
+    up.add_argument("--cpus", type=int, default=64, help="CPUs a node claims to have (default: 64)")
+    commands.add_parser("down", help="stop every cluster of this machine")
+    execute = commands.add_parser("exec", help="run a command on a node")
+    execute.add_argument("node")
+    execute.add_argument("argv", nargs=argparse.REMAINDER)
+    internal = commands.add_parser("supervise")
+    internal.add_argument("state", type=Path)
+    for name in ("nodes", "gpus", "cpus", "answer"):
+        internal.add_argument(name, type=int)
+    args = parser.parse_args()
+    if args.command == "supervise":
+        return supervise(args.state, args.nodes, args.gpus, args.cpus, args.answer)
+    try:
+        clusters = running()
+        if args.command == "up":
+            if clusters:
+                raise ClusterError(f"one is running: SLURM_CONF={clusters[0].env['SLURM_CONF']}")
+            cluster, _ = start(args.nodes, args.gpus, args.cpus)
+            print(f"export SLURM_CONF={cluster.env['SLURM_CONF']}")
+            print(f"{args.nodes} nodes are ready", file=sys.stderr)
+        elif args.command == "down":
+            for cluster in clusters:
+                cluster.stop()
+            print(f"{len(clusters)} stopped", file=sys.stderr)
+        elif not clusters:
+            raise ClusterError("no cluster is running: start one with `up`")
+        else:
+            command = [*clusters[0].namespaces(args.node), *args.argv]
+            os.execvpe(command[0], command, os.environ | clusters[0].env)
+    except ClusterError as error:
+        sys.exit(f"cluster.py: error: {error}")
+
+
+if __name__ == "__main__":
+    main()
