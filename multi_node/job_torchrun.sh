@@ -1,8 +1,8 @@
 #!/bin/bash
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
+#SBATCH --ntasks-per-node=4
 #SBATCH --gpus-per-node=4
-#SBATCH --cpus-per-task=16
+#SBATCH --cpus-per-task=4
 #SBATCH --mem=16G
 #SBATCH --time=01:00:00
 #SBATCH --wait-all-nodes=1
@@ -34,16 +34,15 @@ export MASTER_ADDR MASTER_PORT
 
 # Once, here: tasks that all synchronise the environment at the same time get in each other's way.
 uv sync --locked
-# srun 22.05 and 23.02 give a task one CPU unless this is set.
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
 export NCCL_DEBUG=WARN # INFO also prints how the GPUs are connected
-# One torchrun a node starts one process for each GPU the job has there, which it only knows on the node.
+# One torchrun a node starts a process for each GPU of the job there. The nodes may differ: look when on the node.
 launch() {
     local gpus=${SLURM_GPUS_ON_NODE:-1}
-    export OMP_NUM_THREADS=$(((SLURM_CPUS_PER_TASK + gpus - 1) / gpus))
+    export OMP_NUM_THREADS=$((SLURM_CPUS_ON_NODE > gpus ? SLURM_CPUS_ON_NODE / gpus : 1))
     exec uv run --no-sync torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$gpus" \
         --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" main.py "$@"
 }
 export -f launch
-on_each_node -l --kill-on-bad-exit=1 bash -c 'launch "$@"' launch "$@"
+unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK # this task is to have all the CPUs of the job on its node
+on_each_node -l --kill-on-bad-exit=1 --cpu-bind=none bash -c 'launch "$@"' launch "$@"

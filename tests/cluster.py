@@ -265,7 +265,9 @@ class Supervisor:
         (self.state / "gres.conf").write_text(gres)
         (self.state / "host.sh").write_text(HOST)
         hosts = ["127.0.0.1 localhost", f"{self.subnet}.2 controller"]
-        hosts += [f"{self.subnet}.{11 + i} {name}" for i, name in enumerate(self.names)]
+        for i, name in enumerate(self.names):
+            # The second spelling is for c10d, which wants the names of its IPv6 peers and warns without.
+            hosts += [f"{self.subnet}.{11 + i} {name}", f"::ffff:{self.subnet}.{11 + i} {name}"]
         (self.state / "hosts").write_text("\n".join(hosts) + "\n")
         for name in self.names:
             (self.state / f"spool-{name}").mkdir()

@@ -1,0 +1,9 @@
+"""On PYTHONPATH, this lets torchvision read the small CIFAR-10 archive that the tests write themselves."""
+
+import contextlib
+import os
+
+with contextlib.suppress(ImportError):  # uv and Slurm start Pythons that have no torchvision
+    from torchvision.datasets import cifar
+
+    cifar.check_integrity = lambda path, md5=None: os.path.isfile(path)
