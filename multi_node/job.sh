@@ -21,8 +21,11 @@ if [ -z "${SLURM_TMPDIR:-}" ]; then
 fi
 stage() {
     mkdir -p "$SLURM_TMPDIR/data"
-    [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data" ||
-        { echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2; exit 1; }
+    if [ -n "$CIFAR10_ARCHIVE" ] && ! tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data"; then
+        echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2
+        sleep 1 # or srun says that the task has failed before it passes on why
+        exit 1
+    fi
 }
 export -f stage
 on_each_node bash -euc stage
@@ -37,5 +40,5 @@ uv sync --locked
 # srun 22.05 and 23.02 give a task one CPU unless this is set. OMP_NUM_THREADS is PyTorch's number of CPU threads.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
-export NCCL_DEBUG=WARN # INFO also prints how the GPUs are connected
+export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
 srun --kill-on-bad-exit=1 uv run --no-sync python main.py "$@"

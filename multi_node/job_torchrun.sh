@@ -21,8 +21,11 @@ if [ -z "${SLURM_TMPDIR:-}" ]; then
 fi
 stage() {
     mkdir -p "$SLURM_TMPDIR/data"
-    [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data" ||
-        { echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2; exit 1; }
+    if [ -n "$CIFAR10_ARCHIVE" ] && ! tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data"; then
+        echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2
+        sleep 1 # or srun says that the task has failed before it passes on why
+        exit 1
+    fi
 }
 export -f stage
 on_each_node bash -euc stage
@@ -35,7 +38,7 @@ export MASTER_ADDR MASTER_PORT
 # Once, here: tasks that all synchronise the environment at the same time get in each other's way.
 uv sync --locked
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
-export NCCL_DEBUG=WARN # INFO also prints how the GPUs are connected
+export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
 # One torchrun a node starts a process for each GPU of the job there. The nodes may differ: look when on the node.
 launch() {
     local gpus=${SLURM_GPUS_ON_NODE:-1}

@@ -10,7 +10,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import rich.console
@@ -109,8 +109,9 @@ def setup_distributed() -> torch.device:
     env, host = os.environ, socket.gethostname()
     tasks = env.get("SLURM_NTASKS", "1")
     # A batch script and salloc's shell know the number of tasks, too, but would wait for them without end.
-    if "RANK" not in env and env.get("SLURM_STEP_NUM_TASKS", "1") != tasks:
-        sys.exit(f"main.py: error: this is none of the {tasks} tasks of the job: start main.py with srun")
+    torchrun = "RANK" in env
+    if not torchrun and env.get("SLURM_STEP_NUM_TASKS", "1") != tasks:
+        fail(f"this is none of the {tasks} tasks of the job: start main.py with srun")
     # srun numbers its tasks. torchrun sets these variables itself, and then its numbers stay.
     env.setdefault("RANK", read_slurm_number("SLURM_PROCID", alone="0"))
     env.setdefault("WORLD_SIZE", read_slurm_number("SLURM_NTASKS", alone="1"))
@@ -127,18 +128,21 @@ def setup_distributed() -> torch.device:
 
     gpus = torch.cuda.device_count() or int(env.get("SLURM_GPUS_ON_NODE", "0"))
     if gpus and (local_rank >= gpus or "SLURM_GPUS_PER_TASK" in env):
-        sys.exit(
-            f"main.py: error: rank {rank} has no GPU to itself among the {gpus} of {host}: ask for as many "
-            "--gpus-per-node as tasks a node (--gpus-per-task would hide them from one another)"
+        fail(
+            f"rank {rank} has no GPU to itself among the {gpus} of {host}: ask for as many --gpus-per-node "
+            "as tasks a node (--gpus-per-task would hide them from one another)"
         )
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu", 0)
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
+        if rank == 0 and not torchrun:  # c10d would take minutes and pages to say what is wrong there
+            family, *_, address = socket.getaddrinfo(env["MASTER_ADDR"], env["MASTER_PORT"])[0]
+            socket.create_server(address, family=family).close()
         dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
-    except RuntimeError as error:
-        sys.exit(
-            f"main.py: error: rank {rank} of {world_size} on {host} cannot meet the others at "
-            f"{env['MASTER_ADDR']}:{env['MASTER_PORT']} ({error}): try another MASTER_PORT"
+    except (OSError, RuntimeError) as error:
+        fail(
+            f"rank {rank} of {world_size} on {host} finds no others at MASTER_ADDR={env['MASTER_ADDR']}, "
+            f"MASTER_PORT={env['MASTER_PORT']}, which must be rank 0's node and a free port there: {error}"
         )
     return device
 
@@ -147,7 +151,7 @@ def read_slurm_number(name: str, alone: str) -> str:
     """Return a number that srun gives its tasks, or `alone` outside of Slurm."""
     value = os.environ.get(name, "missing" if "SLURM_STEP_ID" in os.environ else alone)
     if not value.isdecimal():
-        sys.exit(f"main.py: error: {name} is {value}, not the number srun sets: start main.py with srun")
+        fail(f"{name} is {value}, not the number that srun sets: start main.py with srun")
     return value
 
 
@@ -246,9 +250,9 @@ def count_steps(data: Split, global_batch_size: int) -> int:
     """Return the steps in an epoch: the last global batch, if it is not whole, is left out."""
     steps = len(data.labels) // global_batch_size
     if steps == 0:
-        sys.exit(
-            f"main.py: error: a step takes {global_batch_size} samples and there are only {len(data.labels)} "
-            "to train on: choose a smaller --batch-size"
+        fail(
+            f"a step takes {global_batch_size} samples and there are only {len(data.labels)} to train on: "
+            "choose a smaller --batch-size"
         )
     return steps
 
@@ -277,9 +281,9 @@ def read_cifar10(data_dir: Path) -> tuple[Split, Split]:
     try:
         parts = [CIFAR10(data_dir, train=train, download=True) for train in (True, False)]
     except (OSError, RuntimeError) as error:
-        sys.exit(
-            f"main.py: error: no whole CIFAR-10 in {data_dir.absolute()} on {socket.gethostname()}, and no "
-            f"download ({error}): put {CIFAR10.filename} there, or use --synthetic, which needs no data"
+        fail(
+            f"no whole CIFAR-10 in {data_dir.absolute()} on {socket.gethostname()}, and no download "
+            f"({error}): put {CIFAR10.filename} there, or use --synthetic, which needs no data"
         )
     return tuple(Split(torch.from_numpy(p.data).permute(0, 3, 1, 2), torch.tensor(p.targets)) for p in parts)
 
@@ -345,6 +349,12 @@ def setup_logging() -> None:
         format="%(message)s",
         handlers=[LogHandler(console=rich.console.Console(soft_wrap=True))],
     )
+
+
+def fail(message: str) -> NoReturn:
+    """End this process with one line that says why."""
+    sys.stderr.write(f"main.py: error: {message}\n")  # in one piece: other processes may write there, too
+    sys.exit(1)
 
 
 if __name__ == "__main__":

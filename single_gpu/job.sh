@@ -19,8 +19,11 @@ if [ -z "${SLURM_TMPDIR:-}" ]; then
 fi
 stage() {
     mkdir -p "$SLURM_TMPDIR/data"
-    [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data" ||
-        { echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2; exit 1; }
+    if [ -n "$CIFAR10_ARCHIVE" ] && ! tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data"; then
+        echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2
+        sleep 1 # or srun says that the task has failed before it passes on why
+        exit 1
+    fi
 }
 stage
 

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import rich.console
@@ -185,9 +185,9 @@ def count_steps(data: Split, global_batch_size: int) -> int:
     """Return the steps in an epoch: the last global batch, if it is not whole, is left out."""
     steps = len(data.labels) // global_batch_size
     if steps == 0:
-        sys.exit(
-            f"main.py: error: a step takes {global_batch_size} samples and there are only {len(data.labels)} "
-            "to train on: choose a smaller --batch-size"
+        fail(
+            f"a step takes {global_batch_size} samples and there are only {len(data.labels)} to train on: "
+            "choose a smaller --batch-size"
         )
     return steps
 
@@ -211,9 +211,9 @@ def read_cifar10(data_dir: Path) -> tuple[Split, Split]:
     try:
         parts = [CIFAR10(data_dir, train=train, download=True) for train in (True, False)]
     except (OSError, RuntimeError) as error:
-        sys.exit(
-            f"main.py: error: no whole CIFAR-10 in {data_dir.absolute()} on {socket.gethostname()}, and no "
-            f"download ({error}): put {CIFAR10.filename} there, or use --synthetic, which needs no data"
+        fail(
+            f"no whole CIFAR-10 in {data_dir.absolute()} on {socket.gethostname()}, and no download "
+            f"({error}): put {CIFAR10.filename} there, or use --synthetic, which needs no data"
         )
     return tuple(Split(torch.from_numpy(p.data).permute(0, 3, 1, 2), torch.tensor(p.targets)) for p in parts)
 
@@ -279,6 +279,12 @@ def setup_logging() -> None:
         format="%(message)s",
         handlers=[LogHandler(console=rich.console.Console(soft_wrap=True))],
     )
+
+
+def fail(message: str) -> NoReturn:
+    """End this process with one line that says why."""
+    sys.stderr.write(f"main.py: error: {message}\n")  # in one piece: other processes may write there, too
+    sys.exit(1)
 
 
 if __name__ == "__main__":

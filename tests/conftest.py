@@ -110,10 +110,9 @@ class Jobs:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
             timeout=timeout,
         )
-        return Result(process.stdout, process.returncode)
+        return Result(process.stdout.decode(), process.returncode)  # with its carriage returns
 
     def submit(self, folder: str, *arguments, **env: str) -> str:
         """Call sbatch in a folder of the clone; return the job's id."""
@@ -137,7 +136,7 @@ class Jobs:
 
     def log(self, job: str) -> str:
         path = self.logs / f"{job}.out"
-        return path.read_text() if path.exists() else ""
+        return path.read_bytes().decode() if path.exists() else ""
 
     def sbatch(self, folder: str, *arguments, **env: str) -> Result:
         """Run a job to its end."""
@@ -147,15 +146,20 @@ class Jobs:
         return int(self.show(result.job)["NumNodes"])
 
     def leftovers(self) -> list[str]:
-        """Return what jobs have left on the nodes: processes and folders for data."""
-        left = []
-        for node in self.cluster.nodes:
-            left += [f"{node}: {process}" for process in self.cluster.processes(node)]
-            found = self.run(
-                [*self.cluster.namespaces(node), "find", "/tmp", "-maxdepth", "1", "-name", "slurm-job*"]
-            )
-            left += [f"{node}: {path}" for path in found.output.split()]
+        """Return what jobs have left on the nodes, after Slurm has had some time to clean up."""
+        deadline = time.monotonic() + 15
+        while (left := self.on_nodes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
         return left
+
+    def on_nodes(self) -> list[str]:
+        """Return the processes and the data folders of jobs that are on the nodes now."""
+        found = []
+        for node in self.cluster.nodes:
+            find = ["find", "/tmp", "-maxdepth", "1", "-name", "slurm-job-*"]
+            folders = self.run([*self.cluster.namespaces(node), *find]).output.split()
+            found += [f"{node}: {thing}" for thing in self.cluster.processes(node) + folders]
+        return found
 
 
 @pytest.fixture(scope="session")

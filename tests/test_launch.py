@@ -1,5 +1,8 @@
 """Every way to start the examples, on real nodes: what ran, on how many ranks, and what it left behind."""
 
+import re
+import shlex
+
 import pytest
 
 SMALL = ["--cpus-per-task=1", "--mem=1G"]
@@ -17,7 +20,6 @@ def nothing_left(jobs):
     [
         ("single_gpu", "job.sh", [], 1, 1),
         ("multi_gpu", "job.sh", [], 4, 1),
-        ("multi_gpu", "job.sh", ["--ntasks-per-node=2", "--gpus-per-node=2"], 2, 1),
         ("multi_node", "job.sh", [], 8, 2),
         ("multi_node", "job.sh", ["--nodes=1", "--ntasks-per-node=1"], 1, 1),
         ("multi_node", "job.sh", ["--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2"], 6, 3),
@@ -31,7 +33,93 @@ def nothing_left(jobs):
 )
 def test_sbatch(jobs, folder, script, flags, world_size, nodes):
     result = jobs.sbatch(folder, *SMALL, *flags, script, *ONE_EPOCH)
-    if script == "job_torchrun.sh":
-        result.output = "\n".join(line.partition(": ")[2] for line in result.output.splitlines())  # srun -l
+    result.output = without_labels(result.output)
     result.trained(world_size, batch_size=4)
     assert nodes in (None, jobs.nodes_of(result))
+
+
+def without_labels(output: str) -> str:
+    """Remove the task numbers that `srun -l` puts before each line."""
+    return re.sub(r"^\d+: ", "", output, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "folder, flags, srun, world_size",
+    [
+        ("single_gpu", ["--ntasks=1", "--gpus-per-node=1"], "srun", 1),
+        ("multi_gpu", ["--nodes=1", "--ntasks=2", "--gpus-per-node=2"], "srun", 2),
+        ("multi_node", ["--nodes=1-2", "--ntasks=4", "--gpus=4"], "srun", 4),
+        # A step of two tasks on the last node of a job of three.
+        (
+            "multi_node",
+            ["--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2"],
+            "srun --nodelist=node3 -N1 -n2",
+            2,
+        ),
+    ],
+)
+def test_salloc_and_srun(jobs, archive, folder, flags, srun, world_size):
+    data_dir = ["--data-dir", archive.parent]
+    command = [*srun.split(), "uv", "run", "python", "main.py", *data_dir, *ONE_EPOCH]
+    result = jobs.run(["salloc", *SMALL, *flags, *command], folder, OMP_NUM_THREADS="1")
+    result.trained(world_size, batch_size=4)
+
+
+def test_torchrun_on_uneven_nodes(jobs):
+    """Three GPUs of the job are on one node and one is on the other; so are the processes."""
+    flags = [*SMALL, "--nodes=2", "--ntasks=4", "--gpus=4", "--cpus-per-task=1"]
+    script = f"scontrol show --detail job $SLURM_JOB_ID; bash job_torchrun.sh {' '.join(ONE_EPOCH)}"
+    result = jobs.run(["salloc", *flags, "bash", "-c", script], "multi_node")
+    assert sorted(re.findall(r"Nodes=node\d .*GRES=gpu:(\d)", result.output)) == ["1", "3"], result
+    result.output = without_labels(result.output)
+    result.trained(4, batch_size=4)
+
+
+def test_epochs_and_arguments_with_spaces(jobs, archive):
+    """`sbatch job.sh --epochs 2 --data-dir "a b"` reaches main.py as it is."""
+    assert " " in str(archive.parent)
+    arguments = ["--epochs", "2", "--batch-size", "4", "--data-dir", archive.parent]
+    result = jobs.sbatch("single_gpu", *SMALL, "job.sh", *arguments, CIFAR10_ARCHIVE="")
+    result.trained(1, batch_size=4, epochs=2)
+
+
+def test_two_jobs_at_once_on_one_node(jobs):
+    flags = [*SMALL, "--nodelist=node1", "--ntasks-per-node=2", "--gpus-per-node=2"]
+    ids = [jobs.submit("multi_gpu", *flags, "job.sh", *ONE_EPOCH) for _ in range(2)]
+    results = [jobs.wait(job) for job in ids]
+    for result in results:
+        result.trained(2, batch_size=4)
+    first, second = (jobs.show(job) for job in ids)
+    assert max(first["StartTime"], second["StartTime"]) < min(first["EndTime"], second["EndTime"])
+
+
+def test_slurm_tmpdir_of_the_cluster(jobs):
+    """Data goes where the cluster says, on every node, and the folder is the cluster's to remove."""
+    flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    result = jobs.sbatch("multi_node", *flags, "job.sh", *ONE_EPOCH, SLURM_TMPDIR="/tmp/local disk")
+    result.trained(2, batch_size=4)
+    for node in ("node1", "node2"):
+        on_node = jobs.cluster.namespaces(node)
+        listing = jobs.run([*on_node, "ls", "/tmp/local disk/data/cifar-10-batches-py"])
+        assert "test_batch" in listing.output, node
+        jobs.run([*on_node, "rm", "-r", "/tmp/local disk"])
+
+
+def test_progress_bar_in_a_terminal(jobs, archive):
+    """Under `srun --pty` there is a bar while an epoch lasts, and then the epoch's line on its own."""
+    command = ["salloc", *SMALL, "--ntasks=1", "srun", "--pty", "uv", "run", "python", "main.py"]
+    command += ["--data-dir", str(archive.parent), *ONE_EPOCH]
+    # script(1) gives it a terminal.
+    in_terminal = f"stty cols 100 rows 30; {shlex.join(command)}"
+    result = jobs.run(["script", "--quiet", "--return", "--command", in_terminal, "/dev/null"], "single_gpu")
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", result.output)  # without colours
+    assert result.exit_code == 0, text
+    assert re.search(r"\rEpoch 1: .*\| *\d+/27 ", text), text
+    assert re.search(r"[\r\n]Epoch 1: train loss .* images/s\r\n", text), text
+    assert re.search(r"[\r\n]Test loss .*%\r\n", text), text
+
+
+def test_no_progress_bar_in_a_file(jobs):
+    result = jobs.sbatch("single_gpu", *SMALL, "job.sh", *ONE_EPOCH)
+    result.trained(1, batch_size=4)
+    assert "\r" not in result.output and "it/s" not in result.output and "step/s" not in result.output, result

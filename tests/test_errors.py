@@ -1,0 +1,159 @@
+"""What a user sees when something is wrong: one clear line, soon, and a job that failed and left nothing."""
+
+import re
+import subprocess
+import time
+
+import pytest
+
+SMALL = ["--cpus-per-task=1", "--mem=1G"]
+SYNTHETIC = ["--synthetic", "--epochs", "1", "--batch-size", "4"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(jobs):
+    yield
+    assert jobs.leftovers() == []
+
+
+def assert_failed(result, message: str, times: int | None = None) -> None:
+    """Assert that a job failed and said why, before Slurm's own messages and without a traceback."""
+    assert result.exit_code != 0, result
+    assert result.state in ("", "FAILED"), result
+    lines = result.output.splitlines()
+    said = [i for i, line in enumerate(lines) if re.search(message, line)]
+    assert said, result
+    assert times in (None, len(said)), result
+    slurm = [i for i, line in enumerate(lines) if line.startswith(("srun: error", "slurmstepd: error"))]
+    assert said[0] < min(slurm, default=len(lines)), result
+    before = "\n".join(lines[: said[0]])
+    assert "Traceback" not in before and "[W" not in before and "[E" not in before, result
+
+
+def test_no_data_and_no_network(jobs):
+    """The nodes have no way to the internet. Every node would look; rank 0 says so and that ends the job."""
+    start = time.monotonic()
+    flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    result = jobs.sbatch("multi_node", *flags, "job.sh", CIFAR10_ARCHIVE="")
+    assert_failed(
+        result, r"^main.py: error: no whole CIFAR-10 in /tmp/slurm-job-\d+/data on node1.*", times=1
+    )
+    assert "cifar-10-python.tar.gz" in result.output and "--synthetic" in result.output, result
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("folder, nodes", [("single_gpu", ["node1"]), ("multi_node", ["node1", "node2"])])
+def test_truncated_archive(jobs, archive, tmp_path, folder, nodes):
+    cut = tmp_path / "cut.tar.gz"
+    cut.write_bytes(archive.read_bytes()[:20000])
+    result = jobs.sbatch(folder, *SMALL, "job.sh", CIFAR10_ARCHIVE=str(cut))
+    for node in nodes:
+        assert_failed(result, f"^job.sh: error: cannot unpack CIFAR10_ARCHIVE={cut} on {node}$", times=1)
+    assert "World size" not in result.output
+
+
+@pytest.mark.parametrize("folder", ["multi_gpu", "multi_node"])
+@pytest.mark.parametrize("shell", ["batch script", "salloc"])
+def test_started_without_srun(jobs, folder, shell):
+    """It would wait for tasks that never start."""
+    command = ["uv", "run", "--no-sync", "python", "main.py", *SYNTHETIC]
+    if shell == "salloc":
+        result = jobs.run(["salloc", *SMALL, "--ntasks=2", *command], folder, timeout=60)
+    else:
+        result = jobs.sbatch(folder, *SMALL, "--ntasks=2", f"--wrap={' '.join(command)}")
+    assert_failed(
+        result, "^main.py: error: this is none of the 2 tasks of the job: start main.py with srun$", times=1
+    )
+
+
+def test_more_tasks_than_gpus(jobs):
+    flags = [*SMALL, "--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=2"]
+    result = jobs.sbatch("multi_node", *flags, "job.sh", *SYNTHETIC)
+    assert_failed(
+        result, "^main.py: error: rank 2 has no GPU to itself among the 2 of node1: .*--gpus-per-node"
+    )
+
+
+@pytest.mark.parametrize(
+    "folder, script", [("multi_gpu", "job.sh"), ("multi_node", "job.sh"), ("multi_node", "job_torchrun.sh")]
+)
+def test_gpus_per_task(jobs, folder, script):
+    """NCCL could not use the GPUs that --gpus-per-task hides from one another."""
+    flags = [*SMALL, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpus-per-task=1"]
+    result = jobs.sbatch(folder, *flags, script, *SYNTHETIC)
+    assert_failed(
+        result, "main.py: error: rank 0 has no GPU to itself .*--gpus-per-node.*--gpus-per-task", times=1
+    )
+
+
+def test_global_batch_larger_than_the_training_set(jobs):
+    flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    result = jobs.sbatch("multi_node", *flags, "job.sh", "--epochs", "1", "--batch-size", "64")
+    assert_failed(result, "^main.py: error: a step takes 128 samples and there are only 108 to train on")
+
+
+def test_port_taken(jobs):
+    """A stranger listens where rank 0 wants to."""
+    listen = "import socket; s = socket.create_server(('', 23456)); print('ready', flush=True); input()"
+    stranger = subprocess.Popen(
+        [*jobs.cluster.namespaces("node1"), "python3", "-c", listen],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert stranger.stdout.readline() == b"ready\n"
+        flags = [*SMALL, "--nodelist=node[1-2]", "--ntasks-per-node=1", "--gpus-per-node=1"]
+        start = time.monotonic()
+        result = jobs.sbatch("multi_node", *flags, "job.sh", *SYNTHETIC, MASTER_PORT="23456")
+        assert_failed(
+            result,
+            "^main.py: error: rank 0 of 2 on node1 finds no others at MASTER_ADDR=node1, MASTER_PORT=23456, .*in use",
+        )
+        assert time.monotonic() - start < 60
+    finally:
+        stranger.communicate(b"\n")
+
+
+def test_nobody_at_master_addr(jobs):
+    """Rank 0 notices at once that it cannot be found there, and its end is that of the others."""
+    address = re.search(r"NodeAddr=(\S+)\.\d+ ", (jobs.cluster.state / "slurm.conf").read_text())[1] + ".99"
+    command = ["srun", "--kill-on-bad-exit=1", "uv", "run", "--no-sync", "python", "main.py", *SYNTHETIC]
+    flags = ["--nodelist=node[2-3]", "--ntasks=2", "--gpus-per-node=2"]
+    start = time.monotonic()
+    env = {"MASTER_ADDR": address, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    result = jobs.run(["salloc", *SMALL, *flags, *command], "multi_node", **env)
+    assert_failed(
+        result, f"^main.py: error: rank 0 of 2 .* finds no others at MASTER_ADDR={address},", times=1
+    )
+    assert time.monotonic() - start < 60
+
+
+def test_rank_0_never_comes(jobs):
+    """The others give up after two minutes, not half an hour, and say where they looked."""
+    script = f"[ $SLURM_PROCID = 0 ] && exec sleep 1000; exec uv run --no-sync python main.py {' '.join(SYNTHETIC)}"
+    flags = ["--nodelist=node[2-3]", "--ntasks=2", "--gpus-per-node=2"]
+    start = time.monotonic()
+    command = ["salloc", *SMALL, *flags, "srun", "--kill-on-bad-exit=1", "bash", "-c", script]
+    result = jobs.run(command, "multi_node")
+    assert result.exit_code != 0
+    assert re.search("^main.py: error: rank 1 .* finds no others at MASTER_ADDR=node2,", result.output, re.M)
+    assert time.monotonic() - start < 180
+
+
+def test_a_rank_dies(jobs):
+    """The job ends at once, as FAILED, and no process of it is left on any node."""
+    flags = [*SMALL, "--nodelist=node[1-2]", "--ntasks-per-node=2", "--gpus-per-node=2"]
+    job = jobs.submit("multi_node", *flags, "job.sh", "--batch-size", "4", "--epochs", "1000")
+    deadline = time.monotonic() + 120
+    while "Epoch 1:" not in jobs.log(job):
+        assert time.monotonic() < deadline, jobs.log(job)
+        time.sleep(0.1)
+    killed = jobs.run(
+        [*jobs.cluster.namespaces("node2"), "pkill", "--newest", "--signal", "KILL", "-f", "python main.py"]
+    )
+    assert killed.exit_code == 0
+    start = time.monotonic()
+    result = jobs.wait(job)
+    assert time.monotonic() - start < 30
+    assert result.state == "FAILED" and result.exit_code != 0, result
+    assert "Test loss" not in result.output
