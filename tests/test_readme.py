@@ -1,0 +1,84 @@
+"""The README files say what the files say, render without a warning, and the diffs stay small."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import draw_ranks
+import pytest
+import update_readmes
+
+REPOSITORY = Path(__file__).parent.parent
+README_FILES = sorted([REPOSITORY / "README.rst", *REPOSITORY.glob("*/README.rst")])
+
+
+def changed_lines(old: str, new: str) -> tuple[int, int]:
+    """Return how many lines were added and removed."""
+    texts = ((REPOSITORY / name).read_text().splitlines() for name in (old, new))
+    marks = [line[0] for line in update_readmes.diff(*texts)]
+    return marks.count("+"), marks.count("-")
+
+
+@pytest.mark.parametrize(
+    "old, new, most_added, most_removed",
+    [
+        ("single_gpu/main.py", "multi_gpu/main.py", 75, 25),
+        ("multi_gpu/main.py", "multi_node/main.py", 16, 10),
+        ("single_gpu/job.sh", "multi_gpu/job.sh", 15, 15),
+        ("multi_gpu/job.sh", "multi_node/job.sh", 15, 15),
+        ("multi_node/job.sh", "multi_node/job_torchrun.sh", 15, 15),
+    ],
+)
+def test_diffs_stay_small(old, new, most_added, most_removed):
+    added, removed = changed_lines(old, new)
+    assert 0 < added <= most_added and 0 < removed <= most_removed
+
+
+def test_the_ladder_counts_the_lines():
+    text = (REPOSITORY / "README.rst").read_text()
+    for old, new in (("single_gpu", "multi_gpu"), ("multi_gpu", "multi_node")):
+        added, removed = changed_lines(f"{old}/main.py", f"{new}/main.py")
+        assert f".. |{new}| replace:: {added} added, {removed} removed\n" in text
+
+
+def test_readme_files_are_up_to_date():
+    command = [sys.executable, REPOSITORY / "docs" / "update_readmes.py", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    parts = [re.findall("^.. begin (.*)", path.read_text(), re.MULTILINE) for path in README_FILES]
+    assert parts == [
+        [],
+        ["job.sh ../single_gpu/job.sh", "main.py ../single_gpu/main.py"],
+        ["job.sh ../multi_gpu/job.sh", "main.py ../multi_gpu/main.py", "job_torchrun.sh job.sh"],
+        ["main.py --help", "job.sh", "main.py"],
+    ]
+
+
+@pytest.mark.parametrize("path", README_FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_readme_files_render_without_a_warning(path, tmp_path):
+    command = [sys.executable, "-m", "docutils", "--strict", path, tmp_path / "out.html"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=path.parent)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    for target in re.findall(r"<(?!http)([^<>#]+)(?:#[^<>]*)?>`_|image:: (\S+)", path.read_text()):
+        assert (path.parent / "".join(target)).exists(), target
+
+
+def test_pictures_are_up_to_date():
+    assert (REPOSITORY / "docs" / "ranks.svg").read_text() == draw_ranks.draw()
+
+
+def test_the_test_command_is_the_one_that_ci_runs():
+    def words(text: str) -> str:
+        return " ".join(text.replace("\\\n", " ").split())
+
+    block = re.search(
+        r"^    apt-get update .*?uv run pytest$", (REPOSITORY / "README.rst").read_text(), re.M | re.S
+    )
+    assert words(block[0]) in words((REPOSITORY / ".ci" / "run").read_text())
+
+
+@pytest.mark.parametrize("command", [["format", "--check"], ["check"]])
+def test_ruff(command):
+    result = subprocess.run(["ruff", *command, REPOSITORY], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
