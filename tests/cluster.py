@@ -148,6 +148,8 @@ def start(nodes: int, gpus: int, cpus: int, lifeline: int | None = None) -> tupl
     remove_leftovers()
     state = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PARENT))
     state.chmod(0o755)
+    if lifeline is None:
+        (state / "detached").touch()
     command = [sys.executable, __file__, "supervise", str(state), str(nodes), str(gpus), str(cpus)]
     read_end, write_end = os.pipe()
     supervisor = subprocess.Popen(
@@ -167,8 +169,9 @@ def start(nodes: int, gpus: int, cpus: int, lifeline: int | None = None) -> tupl
 
 
 def running() -> list[Cluster]:
-    """Return the clusters of this machine whose supervisor is alive."""
-    return [Cluster(path) for path in sorted(PARENT.glob(PREFIX + "*")) if supervisor_is_alive(path)]
+    """Return the clusters of this machine that `up` has started, and not a test run."""
+    paths = sorted(path.parent for path in PARENT.glob(f"{PREFIX}*/detached"))
+    return [Cluster(path) for path in paths if supervisor_is_alive(path)]
 
 
 def supervisor_is_alive(state: Path) -> bool:
@@ -342,8 +345,7 @@ def supervise(state: Path, nodes: int, gpus: int, cpus: int, answer: int) -> Non
     os.write(answer, message.encode())
     os.close(answer)
     if message == "ready":
-        detached = os.readlink("/proc/self/fd/0") == "/dev/null"
-        select.select([wake] if detached else [wake, sys.stdin], [], [])
+        select.select([wake] if (state / "detached").exists() else [wake, sys.stdin], [], [])
     supervisor.stop()
 
 
@@ -356,7 +358,7 @@ def main() -> None:
     up.add_argument("--nodes", type=int, default=2)
     up.add_argument("--gpus", type=int, default=4, help="GPUs a node (default: 4)")
     up.add_argument("--cpus", type=int, default=64, help="CPUs a node claims to have (default: 64)")
-    commands.add_parser("down", help="stop every cluster of this machine")
+    commands.add_parser("down", help="stop the cluster")
     execute = commands.add_parser("exec", help="run a command on a node")
     execute.add_argument("node")
     execute.add_argument("argv", nargs=argparse.REMAINDER)

@@ -9,7 +9,6 @@ import collections
 import functools
 import importlib.util
 import logging
-import math
 import multiprocessing
 import os
 import re
@@ -174,7 +173,7 @@ def cut_synthetic(main: ModuleType, samples: int):
 def start_training(
     main: ModuleType, model: nn.Module, steps: int, epochs: int = 1, learning_rate: float = 0.2
 ):
-    args = argparse.Namespace(learning_rate=learning_rate, weight_decay=5e-4, epochs=epochs)
+    args = argparse.Namespace(learning_rate=learning_rate, weight_decay=5e-4, epochs=1)
     return main.build_optimizer(model, args, GLOBAL_BATCH_SIZE, steps)
 
 
@@ -254,7 +253,7 @@ def test_metrics_are_averaged_over_samples(example):
 def record(main: ModuleType) -> dict:
     """Train for an epoch, and return the batches that the model was given and the metrics."""
     model = RecordingModel()
-    optimizer, scheduler = start_training(main, model, STEPS)
+    optimizer, scheduler = build_optimizer(main, model, STEPS)
     metrics = main.train(wrap(model), optimizer, scheduler, draw_marked(main), GLOBAL_BATCH_SIZE, 5, 3)
     return {"batches": model.batches, "metrics": main.average(metrics, STEPS * GLOBAL_BATCH_SIZE)}
 
@@ -351,7 +350,7 @@ def learn(main: ModuleType, build, learning_rate: float) -> tuple[dict, dict]:
     """Return the state of a model before and after 4 steps."""
     model = build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer, scheduler = start_training(main, model, 4, learning_rate=learning_rate)
+    optimizer, scheduler = build_optimizer(main, model, 4, learning_rate=learning_rate)
     data = cut_synthetic(main, 4 * GLOBAL_BATCH_SIZE + 1)
     main.train(wrap(model), optimizer, scheduler, data, GLOBAL_BATCH_SIZE, 0, 1)
     return before, model.state_dict()
@@ -386,10 +385,11 @@ def learn_alone() -> tuple[dict, dict]:
 def test_ranks_take_the_steps_of_one(example, world_size):
     """Two GPUs with half the batch each learn what one learns from the whole batch (BatchNorm aside)."""
     for states in run_ranks(example, world_size, learn, ExactModel, 10.0):
+        # Seen: 4e-7. Gradients summed, not averaged: 0.9 with 2 ranks. Each rank for itself: 0.7. Same share: 0.7.
         assert relative_change(states, learn_alone()) < 1e-4
 
 
-def learn_steps_and_rates(main: ModuleType, global_batch_size: int) -> dict:
+def learn_rates(main: ModuleType, global_batch_size: int) -> dict:
     """Train for 4 epochs of 5 steps and return the learning rate of every step."""
     model = ExactModel()
     args = argparse.Namespace(learning_rate=0.4, weight_decay=0, epochs=4)
@@ -411,7 +411,7 @@ def learn_steps_and_rates(main: ModuleType, global_batch_size: int) -> dict:
 def test_learning_rate(example, global_batch_size):
     """The peak is --learning-rate per 256 samples of a step, and the very last step has the lowest rate."""
     world_size = 2 if example in DISTRIBUTED else 1
-    for learned in run_ranks(example, world_size, learn_steps_and_rates, global_batch_size):
+    for learned in run_ranks(example, world_size, learn_rates, global_batch_size):
         rates, peak = learned["rates"], 0.4 * global_batch_size / 256
         assert len(rates) == 20
         assert max(rates) == pytest.approx(peak)
@@ -471,32 +471,31 @@ def count_calls(work) -> dict:
     }
 
 
-def count_steps(main: ModuleType) -> dict:
-    """Count what 2 and 6 steps of training, of evaluating and of nothing but DDP call."""
-    counts = {}
-    for steps in (2, 6):
-        data = cut_synthetic(main, steps * GLOBAL_BATCH_SIZE)
-        model = NormModel()
-        ddp_model = wrap(model)
-        optimizer, scheduler = start_training(main, model, steps)
-        counts["train", steps] = count_calls(
-            lambda: main.train(ddp_model, optimizer, scheduler, data, GLOBAL_BATCH_SIZE, 0, 1)  # noqa: B023
-        )
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        counts["evaluate", steps] = count_calls(
-            lambda: main.evaluate(model, data, GLOBAL_BATCH_SIZE // world_size)  # noqa: B023
-        )
-        bare_model = wrap(NormModel())
+def count_steps(main: ModuleType, steps: int) -> dict:
+    """Count what so many steps of training, of evaluating and of nothing but DDP call, and what `average` does."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    data = cut_synthetic(main, steps * GLOBAL_BATCH_SIZE)
+    model = NormModel()
+    ddp_model, bare_model = wrap(model), wrap(NormModel())
+    optimizer, scheduler = build_optimizer(main, model, steps)
 
-        def bare_steps():
-            for images in data.images.float().split(GLOBAL_BATCH_SIZE):  # noqa: B023
-                bare_model(images).sum().backward()  # noqa: B023
+    def run_bare_steps():
+        for images in data.images.float().split(GLOBAL_BATCH_SIZE):
+            bare_model(images).sum().backward()
 
-        counts["bare", steps] = count_calls(bare_steps)
     metrics = torch.ones(3, dtype=torch.float64)
-    samples = dist.get_world_size() if dist.is_initialized() else 1
-    counts["average"] = count_calls(lambda: main.average(metrics, samples))
-    return counts
+    return {
+        "train": count_calls(
+            lambda: main.train(ddp_model, optimizer, scheduler, data, GLOBAL_BATCH_SIZE, 0, 1)
+        ),
+        "evaluate": count_calls(lambda: main.evaluate(model, data, GLOBAL_BATCH_SIZE // world_size)),
+        "bare DDP": count_calls(run_bare_steps),
+        "average": count_calls(lambda: main.average(metrics, world_size)),
+    }
+
+
+def count_2_and_6_steps(main: ModuleType) -> tuple[dict, dict]:
+    return count_steps(main, 2), count_steps(main, 6)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -508,20 +507,16 @@ def test_steps_neither_wait_nor_talk(example):
     see `.to("cpu")`, nor what waits on CUDA alone, such as a copy from memory that is not pinned. Once an
     epoch, all is allowed: 2 steps are compared with 6.
     """
-    for counts in run_ranks(example, 2 if example in DISTRIBUTED else 1, count_steps):
+    for few, many in run_ranks(example, 2 if example in DISTRIBUTED else 1, count_2_and_6_steps):
         for work in ("train", "evaluate"):
-            few, many = counts[work, 2], counts[work, 6]
-            assert many["losses"] == 3 * few["losses"] > 0
-            assert many["reads"] == few["reads"]
-        growth = {
-            work: counts[work, 6]["collectives"] - counts[work, 2]["collectives"]
-            for work in ("train", "evaluate", "bare")
-        }
-        assert growth["train"] == growth["bare"]
+            assert many[work]["losses"] == 3 * few[work]["losses"] > 0
+            assert many[work]["reads"] == few[work]["reads"]
+        growth = {work: many[work]["collectives"] - few[work]["collectives"] for work in many}
+        assert growth["train"] == growth["bare DDP"]
         assert not growth["evaluate"]
         if example in DISTRIBUTED:
-            assert growth["bare"]["c10d::allreduce_"] >= 4
-            assert counts["average"]["collectives"] == {"c10d::allreduce_": 1}
+            assert growth["bare DDP"]["c10d::allreduce_"] == 4
+            assert few["average"]["collectives"] == {"c10d::allreduce_": 1}
         else:
             assert not growth["train"]
 
@@ -571,6 +566,7 @@ def test_main_on_two_ranks(example):
     first, second = run_ranks(example, 2, run_main, 128, port)
     alone = run_main_alone()
     assert torch.equal(first["parameters"], second["parameters"])
+    # Seen: 1e-6. Gradients summed, not averaged: 0.7. Without DDP: 0.13.
     torch.testing.assert_close(first["parameters"], alone["parameters"], atol=1e-4, rtol=0)
 
     def read_numbers(lines: list[str]) -> list[list[float]]:
@@ -583,4 +579,3 @@ def test_main_on_two_ranks(example):
     ):
         assert numbers == pytest.approx(right, abs=0.002)
     assert not [line for line in second["lines"] if not line.startswith("warning:")]
-    assert all(math.isfinite(number) for numbers in read_numbers(first["lines"]) for number in numbers)
