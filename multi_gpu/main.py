@@ -33,11 +33,12 @@ class Split(NamedTuple):
 
 
 def parse_args() -> argparse.Namespace:
-    def at_least(minimum: int):
-        def number(text: str) -> int:
-            if int(text) < minimum:
+    def at_least(minimum: int | float):
+        def number(text: str) -> int | float:
+            value = type(minimum)(text)
+            if not value >= minimum:  # so written, it also refuses nan
                 raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {text}")
-            return int(text)
+            return value
 
         return number
 
@@ -53,8 +54,8 @@ def parse_args() -> argparse.Namespace:
     add("--synthetic", action="store_true", help="train on made-up pictures: no data, no network")
     add("--epochs", type=at_least(1), default=20, help="passes over the training set")
     add("--batch-size", type=at_least(1), default=256, help="samples per GPU in a step")
-    add("--learning-rate", type=float, default=0.2, help="peak, per 256 samples of the global batch")
-    add("--weight-decay", type=float, default=5e-4, help="L2 penalty on the parameters")
+    add("--learning-rate", type=at_least(0.0), default=0.2, help="peak, per 256 samples of the global batch")
+    add("--weight-decay", type=at_least(0.0), default=5e-4, help="L2 penalty on the parameters")
     add("--seed", type=at_least(0), default=0, help="seed of everything random")
     add("--compile", action="store_true", help="compile the model: a slow start, faster steps")
     return parser.parse_args()
@@ -105,14 +106,14 @@ def main() -> None:
 def setup_distributed() -> torch.device:
     """Join the process group, as one process a GPU, and return this process's device."""
     env, host = os.environ, socket.gethostname()
-    tasks = env.get("SLURM_NTASKS", "1")
+    tasks = read_slurm_number("SLURM_NTASKS", alone="1")
     # A batch script and salloc's shell know the number of tasks, too, but would wait for them without end.
     torchrun = "RANK" in env
     if not torchrun and env.get("SLURM_STEP_NUM_TASKS", "1") != tasks:
         fail(f"this is none of the {tasks} tasks of the job: start main.py with srun")
     # srun numbers its tasks. torchrun sets these variables itself, and then its numbers stay.
     env.setdefault("RANK", read_slurm_number("SLURM_PROCID", alone="0"))
-    env.setdefault("WORLD_SIZE", read_slurm_number("SLURM_NTASKS", alone="1"))
+    env.setdefault("WORLD_SIZE", tasks)
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
     local_rank = rank  # there is one node
     # Rank 0 waits for the others here. job.sh sets both, salloc neither. Port 0 is any free one.

@@ -31,11 +31,12 @@ class Split(NamedTuple):
 
 
 def parse_args() -> argparse.Namespace:
-    def at_least(minimum: int):
-        def number(text: str) -> int:
-            if int(text) < minimum:
+    def at_least(minimum: int | float):
+        def number(text: str) -> int | float:
+            value = type(minimum)(text)
+            if not value >= minimum:  # so written, it also refuses nan
                 raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {text}")
-            return int(text)
+            return value
 
         return number
 
@@ -51,8 +52,8 @@ def parse_args() -> argparse.Namespace:
     add("--synthetic", action="store_true", help="train on made-up pictures: no data, no network")
     add("--epochs", type=at_least(1), default=20, help="passes over the training set")
     add("--batch-size", type=at_least(1), default=256, help="samples per GPU in a step")
-    add("--learning-rate", type=float, default=0.2, help="peak, per 256 samples of the global batch")
-    add("--weight-decay", type=float, default=5e-4, help="L2 penalty on the parameters")
+    add("--learning-rate", type=at_least(0.0), default=0.2, help="peak, per 256 samples of the global batch")
+    add("--weight-decay", type=at_least(0.0), default=5e-4, help="L2 penalty on the parameters")
     add("--seed", type=at_least(0), default=0, help="seed of everything random")
     add("--compile", action="store_true", help="compile the model: a slow start, faster steps")
     return parser.parse_args()
