@@ -133,6 +133,7 @@ def check_help(run: subprocess.CompletedProcess, defaults: dict[str, str]) -> No
 def test_bad_values():
     """A value that makes no sense is refused by the name of its option."""
     values = ("--batch-size 0", "--batch-size -3", "--batch-size abc", "--epochs 0", "--seed -1")
+    values += ("--learning-rate -1", "--learning-rate nan", "--weight-decay -1")
     runs = start_all({value: (("single_gpu", "--synthetic", *value.split()), {}) for value in values})
     for value, run in runs.items():
         option, number = value.split()
@@ -193,8 +194,8 @@ def test_wrong_slurm_variables(example):
     cases = {
         "SLURM_PROCID is abc": change(SLURM_PROCID="abc"),
         "SLURM_PROCID is missing": change(SLURM_PROCID=None),
-        "SLURM_NTASKS is four": change(SLURM_NTASKS="four", SLURM_STEP_NUM_TASKS="four"),
-        "none of the four tasks": change(SLURM_NTASKS="four"),
+        "SLURM_NTASKS is four": change(SLURM_NTASKS="four"),
+        "SLURM_NTASKS is missing": change(SLURM_NTASKS=None),
     }
     if example == "multi_node":
         cases["SLURM_LOCALID is missing"] = change(SLURM_LOCALID=None)
