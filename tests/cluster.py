@@ -118,7 +118,7 @@ class Cluster:
         # unshare(1) has put its child, and not itself, into the new process namespace.
         pid = pid_file.read_text()
         child = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
-        return ["nsenter", "--target", child, "--net", "--uts", "--mount", "--pid"]
+        return ["nsenter", "--target", child, "--net", "--uts", "--mount", "--pid", "--root"]
 
     def processes(self, node: str) -> list[str]:
         """Return the command lines of what runs on a node, apart from Slurm's own daemon."""
@@ -152,13 +152,15 @@ def start(nodes: int, gpus: int, cpus: int, lifeline: int | None = None) -> tupl
         (state / "detached").touch()
     command = [sys.executable, __file__, "supervise", str(state), str(nodes), str(gpus), str(cpus)]
     read_end, write_end = os.pipe()
-    supervisor = subprocess.Popen(
-        [*command, str(write_end)],
-        stdin=subprocess.DEVNULL if lifeline is None else lifeline,
-        stdout=sys.stderr,
-        start_new_session=True,
-        pass_fds=[write_end],
-    )
+    with (state / "supervisor.out").open("w") as log:
+        supervisor = subprocess.Popen(
+            [*command, str(write_end)],
+            stdin=subprocess.DEVNULL if lifeline is None else lifeline,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=[write_end],
+        )
     os.close(write_end)
     with os.fdopen(read_end) as answer:
         message = answer.read()  # until the supervisor is ready, or gone
