@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
 from tqdm import tqdm
@@ -83,7 +82,7 @@ def main() -> None:
         model.compile()
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # Its backward() averages the gradients over the ranks, the first ones while it still computes the rest.
-    ddp_model = DistributedDataParallel(model)
+    ddp_model = nn.parallel.DistributedDataParallel(model)
 
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
@@ -115,26 +114,30 @@ def setup_distributed() -> torch.device:
     env.setdefault("RANK", read_slurm_number("SLURM_PROCID", alone="0"))
     env.setdefault("WORLD_SIZE", tasks)
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    local_rank = rank  # there is one node
+    if env.get("SLURM_STEP_NUM_NODES", "1") != "1":
+        fail("this example is for the GPUs of one node: for those of several, use multi_node")
+    local_rank = rank
     # Rank 0 waits for the others here. job.sh sets both, salloc neither. Port 0 is any free one.
     job = int(read_slurm_number("SLURM_JOB_ID", alone="0"))
     env.setdefault("MASTER_ADDR", "127.0.0.1")
     env.setdefault("MASTER_PORT", str(job and 10000 + job % 20000))
 
     gpus = torch.cuda.device_count() or int(env.get("SLURM_GPUS_ON_NODE", "0"))
-    if gpus and (local_rank >= gpus or "SLURM_GPUS_PER_TASK" in env):
+    if gpus and (local_rank >= gpus or "per_task" in env.get("SLURMD_TRES_BIND", "")):
         fail(
             f"rank {rank} has no GPU to itself among the {gpus} of {host}: ask for as many --gpus-per-node "
-            "as tasks a node (--gpus-per-task would hide them from one another)"
+            "as tasks a node (--gpus-per-task hides them from one another; of MIG slices a task sees one)"
         )
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu", 0)
+    device = torch.device("cuda", local_rank) if torch.cuda.device_count() else torch.device("cpu", 0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         if rank == 0 and not torchrun:  # c10d would take minutes and pages to say what is wrong there
             family, *_, address = socket.getaddrinfo(env["MASTER_ADDR"], env["MASTER_PORT"])[0]
             socket.create_server(address, family=family).close()
         dist.init_process_group(backend, device_id=device)
-    except (OSError, RuntimeError) as error:
+    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
         fail(
             f"rank {rank} of {world_size} on {host} finds no others at MASTER_ADDR={env['MASTER_ADDR']}, "
             f"MASTER_PORT={env['MASTER_PORT']}, which must be rank 0's node and a free port there: {error}"

@@ -5,16 +5,19 @@
 #SBATCH --cpus-per-task=4
 #SBATCH --mem=16G
 #SBATCH --time=01:00:00
+#SBATCH --no-requeue
 #SBATCH --wait-all-nodes=1
 # EDIT: add the #SBATCH lines your cluster asks for, such as --account, --partition or the GPU's type.
 export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-} # EDIT: where cifar-10-python.tar.gz is; empty: main.py downloads it
 
 set -euo pipefail
+export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
+unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
 echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)"
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
 # Data goes to the node's own disk. Where the cluster names none in SLURM_TMPDIR, it goes to a folder under /tmp that
-# is removed at the end of this script; scancel and the time limit leave the script no time for that.
+# is removed at the end of this script; after scancel or at the time limit, it may stay.
 if [ -z "${SLURM_TMPDIR:-}" ]; then
     export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID
     trap 'on_each_node rm -rf "$SLURM_TMPDIR"' EXIT
@@ -47,5 +50,5 @@ launch() {
         --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" main.py "$@"
 }
 export -f launch
-unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK # this task is to have all the CPUs of the job on its node
+unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK # this task is to have all the CPUs of the job on its node
 on_each_node -l --kill-on-bad-exit=1 --cpu-bind=none bash -c 'launch "$@"' launch "$@"

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
 from tqdm import tqdm
@@ -85,7 +84,7 @@ def main() -> None:
         model.compile()
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # Its backward() averages the gradients over the ranks, the first ones while it still computes the rest.
-    ddp_model = DistributedDataParallel(model)
+    ddp_model = nn.parallel.DistributedDataParallel(model)
 
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
@@ -128,19 +127,21 @@ def setup_distributed() -> torch.device:
     env.setdefault("MASTER_PORT", str(job and 10000 + job % 20000))
 
     gpus = torch.cuda.device_count() or int(env.get("SLURM_GPUS_ON_NODE", "0"))
-    if gpus and (local_rank >= gpus or "SLURM_GPUS_PER_TASK" in env):
+    if gpus and (local_rank >= gpus or "per_task" in env.get("SLURMD_TRES_BIND", "")):
         fail(
             f"rank {rank} has no GPU to itself among the {gpus} of {host}: ask for as many --gpus-per-node "
-            "as tasks a node (--gpus-per-task would hide them from one another)"
+            "as tasks a node (--gpus-per-task hides them from one another; of MIG slices a task sees one)"
         )
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu", 0)
+    device = torch.device("cuda", local_rank) if torch.cuda.device_count() else torch.device("cpu", 0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         if rank == 0 and not torchrun:  # c10d would take minutes and pages to say what is wrong there
             family, *_, address = socket.getaddrinfo(env["MASTER_ADDR"], env["MASTER_PORT"])[0]
             socket.create_server(address, family=family).close()
         dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
-    except (OSError, RuntimeError) as error:
+    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
         fail(
             f"rank {rank} of {world_size} on {host} finds no others at MASTER_ADDR={env['MASTER_ADDR']}, "
             f"MASTER_PORT={env['MASTER_PORT']}, which must be rank 0's node and a free port there: {error}"

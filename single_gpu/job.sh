@@ -5,14 +5,17 @@
 #SBATCH --cpus-per-task=4
 #SBATCH --mem=16G
 #SBATCH --time=01:00:00
+#SBATCH --no-requeue
 # EDIT: add the #SBATCH lines your cluster asks for, such as --account, --partition or the GPU's type.
 export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-} # EDIT: where cifar-10-python.tar.gz is; empty: main.py downloads it
 
 set -euo pipefail
+export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
+unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
 echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)"
 
 # Data goes to the node's own disk. Where the cluster names none in SLURM_TMPDIR, it goes to a folder under /tmp that
-# is removed at the end of this script; scancel and the time limit leave the script no time for that.
+# is removed at the end of this script; after scancel or at the time limit, it may stay.
 if [ -z "${SLURM_TMPDIR:-}" ]; then
     export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID
     trap 'rm -rf "$SLURM_TMPDIR"' EXIT
@@ -21,7 +24,6 @@ stage() {
     mkdir -p "$SLURM_TMPDIR/data"
     if [ -n "$CIFAR10_ARCHIVE" ] && ! tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data"; then
         echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2
-        sleep 1 # or srun says that the task has failed before it passes on why
         exit 1
     fi
 }

@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.device_count() else "cpu")
     setup_logging()
     if device.type == "cpu":
         logger.warning("warning: no GPU found, training on the CPU")

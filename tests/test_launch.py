@@ -24,18 +24,18 @@ def nothing_left(jobs):
         ("multi_node", "job.sh", ["--nodes=1", "--ntasks-per-node=1"], 1, 1),
         ("multi_node", "job.sh", ["--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2"], 6, 3),
         ("multi_node", "job.sh", ["--ntasks=3", "--nodes=2"], 3, 2),
-        ("multi_node", "job.sh", ["--nodes=1-2", "--ntasks=4", "--gpus=4"], 4, None),
+        ("multi_node", "job.sh", ["--nodes=1-2", "--ntasks=4", "--gpus=4"], 4, 1),
         ("multi_node", "job_torchrun.sh", [], 8, 2),
         ("multi_node", "job_torchrun.sh", ["--nodes=1"], 4, 1),
         ("multi_node", "job_torchrun.sh", ["--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2"], 6, 3),
-        ("multi_node", "job_torchrun.sh", ["--nodes=1-2", "--ntasks=4", "--gpus=4"], 4, None),
+        ("multi_node", "job_torchrun.sh", ["--nodes=1-2", "--ntasks=4", "--gpus=4"], 4, 1),
     ],
 )
 def test_sbatch(jobs, folder, script, flags, world_size, nodes):
     result = jobs.sbatch(folder, *SMALL, *flags, script, *ONE_EPOCH)
     result.output = without_labels(result.output)
     result.trained(world_size, batch_size=4)
-    assert nodes in (None, jobs.nodes_of(result))
+    assert jobs.nodes_of(result) == nodes
 
 
 def without_labels(output: str) -> str:
@@ -65,10 +65,11 @@ def test_salloc_and_srun(jobs, archive, folder, flags, srun, world_size):
     result.trained(world_size, batch_size=4)
 
 
-def test_torchrun_on_uneven_nodes(jobs):
+@pytest.mark.parametrize("job", ["job.sh", "job_torchrun.sh"])
+def test_uneven_nodes(jobs, job):
     """Three GPUs of the job are on one node and one is on the other; so are the processes."""
     flags = [*SMALL, "--nodes=2", "--ntasks=4", "--gpus=4", "--cpus-per-task=1"]
-    script = f"scontrol show --detail job $SLURM_JOB_ID; bash job_torchrun.sh {' '.join(ONE_EPOCH)}"
+    script = f"scontrol show --detail job $SLURM_JOB_ID; bash {job} {' '.join(ONE_EPOCH)}"
     result = jobs.run(["salloc", *flags, "bash", "-c", script], "multi_node")
     assert sorted(re.findall(r"Nodes=node\d .*GRES=gpu:(\d)", result.output)) == ["1", "3"], result
     result.output = without_labels(result.output)
