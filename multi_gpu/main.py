@@ -123,10 +123,10 @@ def setup_distributed() -> torch.device:
     env.setdefault("MASTER_PORT", str(job and 10000 + job % 20000))
 
     gpus = torch.cuda.device_count() or int(env.get("SLURM_GPUS_ON_NODE", "0"))
-    if gpus and (local_rank >= gpus or "per_task" in env.get("SLURMD_TRES_BIND", "")):
+    hidden = "SLURM_GPUS_PER_TASK" in env or "per_task" in env.get("SLURM_TRES_BIND", "")
+    if gpus and (local_rank >= gpus or hidden):
         fail(
-            f"rank {rank} has no GPU to itself among the {gpus} of {host}: ask for as many --gpus-per-node "
-            "as tasks a node (--gpus-per-task hides them from one another; of MIG slices a task sees one)"
+            f"rank {rank} of {host} has no GPU to itself: ask for more --gpus-per-node and no --gpus-per-task"
         )
     device = torch.device("cuda", local_rank) if torch.cuda.device_count() else torch.device("cpu", 0)
     if device.type == "cuda":

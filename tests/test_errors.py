@@ -69,9 +69,7 @@ def test_started_without_srun(jobs, folder, shell):
 def test_more_tasks_than_gpus(jobs):
     flags = [*SMALL, "--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=2"]
     result = jobs.sbatch("multi_node", *flags, "job.sh", *SYNTHETIC)
-    assert_failed(
-        result, "^main.py: error: rank 2 has no GPU to itself among the 2 of node1: .*--gpus-per-node"
-    )
+    assert_failed(result, "^main.py: error: rank 2 of node1 has no GPU to itself: .*--gpus-per-node")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +80,9 @@ def test_gpus_per_task(jobs, folder, script):
     flags = [*SMALL, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpus-per-task=1"]
     result = jobs.sbatch(folder, *flags, script, *SYNTHETIC)
     assert_failed(
-        result, "main.py: error: rank 0 has no GPU to itself .*--gpus-per-node.*--gpus-per-task", times=1
+        result,
+        "main.py: error: rank 0 of node1 has no GPU to itself: .*--gpus-per-node and no --gpus-per-task",
+        times=1,
     )
 
 
@@ -129,7 +129,7 @@ def test_nobody_at_master_addr(jobs):
 
 
 def test_rank_0_never_comes(jobs):
-    """The others give up after two minutes, not half an hour, and say where they looked."""
+    """The others give up and say where they looked: c10d tries for two minutes, twice."""
     script = '[ $SLURM_PROCID = 0 ] && exec sleep 1000; exec uv run --no-sync python main.py "$@"'
     flags = ["--nodelist=node[2-3]", "--ntasks=2", "--gpus-per-node=2"]
     start = time.monotonic()
@@ -145,10 +145,10 @@ def test_rank_0_never_comes(jobs):
         "main.py",
         *SYNTHETIC,
     ]
-    result = jobs.run(command, "multi_node")
+    result = jobs.run(command, "multi_node", timeout=400)
     assert result.exit_code != 0
     assert re.search("^main.py: error: rank 1 .* finds no others at MASTER_ADDR=node2,", result.output, re.M)
-    assert time.monotonic() - start < 180
+    assert time.monotonic() - start < 330
 
 
 def test_a_rank_dies(jobs):
