@@ -14,6 +14,7 @@ process, and the machine's own /etc and munge are left alone.
 
 import argparse
 import os
+import re
 import select
 import shlex
 import shutil
@@ -268,6 +269,10 @@ class Supervisor:
             os.mknod(self.state / f"gpu{i}", 0o666 | 0o020000, os.makedev(1, 3))
         gres = f"Name=gpu File={self.state}/gpu[0-{self.gpus - 1}]\n" if self.gpus else ""
         (self.state / "gres.conf").write_text(gres)
+        # Where the kernel has control groups of version 2, slurmd would ask systemd for some, and fail without.
+        version = tuple(int(number) for number in re.findall(r"\d+", run("slurmd -V"))[:2])
+        if version >= (23, 11):  # older ones do not know the word
+            (self.state / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
         (self.state / "host.sh").write_text(HOST)
         hosts = ["127.0.0.1 localhost", f"{self.subnet}.2 controller"]
         for i, name in enumerate(self.names):
@@ -326,7 +331,8 @@ class Supervisor:
 
 
 def run(command: str) -> str:
-    result = subprocess.run(shlex.split(command), capture_output=True, text=True)
+    env = os.environ | {"PATH": os.environ["PATH"] + ":/usr/sbin:/sbin"}
+    result = subprocess.run(shlex.split(command), env=env, capture_output=True, text=True)
     if result.returncode != 0:
         raise ClusterError(f"`{command}` failed: {result.stderr.strip()}")
     return result.stdout
