@@ -125,9 +125,7 @@ def setup_distributed() -> torch.device:
     gpus = torch.cuda.device_count() or int(env.get("SLURM_GPUS_ON_NODE", "0"))
     hidden = "SLURM_GPUS_PER_TASK" in env or "per_task" in env.get("SLURM_TRES_BIND", "")
     if gpus and (local_rank >= gpus or hidden):
-        fail(
-            f"rank {rank} of {host} has no GPU to itself: ask for more --gpus-per-node and no --gpus-per-task"
-        )
+        fail(f"rank {rank} of {host} has no GPU to itself: ask for more --gpus-per-node, no --gpus-per-task")
     device = torch.device("cuda", local_rank) if torch.cuda.device_count() else torch.device("cpu", 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -269,7 +269,7 @@ class Supervisor:
             os.mknod(self.state / f"gpu{i}", 0o666 | 0o020000, os.makedev(1, 3))
         gres = f"Name=gpu File={self.state}/gpu[0-{self.gpus - 1}]\n" if self.gpus else ""
         (self.state / "gres.conf").write_text(gres)
-        # Where the kernel has control groups of version 2, slurmd would ask systemd for some, and fail without.
+        # Where the kernel has control groups of version 2, slurmd would want systemd to make some.
         version = tuple(int(number) for number in re.findall(r"\d+", run("slurmd -V"))[:2])
         if version >= (23, 11):  # older ones do not know the word
             (self.state / "cgroup.conf").write_text("CgroupPlugin=disabled\n")

@@ -81,7 +81,7 @@ def test_gpus_per_task(jobs, folder, script):
     result = jobs.sbatch(folder, *flags, script, *SYNTHETIC)
     assert_failed(
         result,
-        "main.py: error: rank 0 of node1 has no GPU to itself: .*--gpus-per-node and no --gpus-per-task",
+        "main.py: error: rank 0 of node1 has no GPU to itself: .*--gpus-per-node, no --gpus-per-task",
         times=1,
     )
 
