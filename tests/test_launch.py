@@ -65,6 +65,13 @@ def test_salloc_and_srun(jobs, archive, folder, flags, srun, world_size):
     result.trained(world_size, batch_size=4)
 
 
+def test_compile(jobs):
+    """A compiled model under DDP trains, too; on a CPU this needs a C++ compiler."""
+    flags = [*SMALL, "--ntasks-per-node=2", "--gpus-per-node=2"]
+    job = jobs.submit("multi_gpu", *flags, "job.sh", *ONE_EPOCH, "--compile")
+    jobs.wait(job, timeout=800).trained(2, batch_size=4)
+
+
 @pytest.mark.parametrize("job", ["job.sh", "job_torchrun.sh"])
 def test_uneven_nodes(jobs, job):
     """Three GPUs of the job are on one node and one is on the other; so are the processes."""
