@@ -72,6 +72,13 @@ def test_more_tasks_than_gpus(jobs):
     assert_failed(result, "^main.py: error: rank 2 of node1 has no GPU to itself: .*--gpus-per-node")
 
 
+def test_multi_gpu_on_two_nodes(jobs):
+    """Its ranks would look for one another on a node each."""
+    flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    result = jobs.sbatch("multi_gpu", *flags, "job.sh", *SYNTHETIC)
+    assert_failed(result, "^main.py: error: this example is for the GPUs of one node: .* use multi_node$")
+
+
 @pytest.mark.parametrize(
     "folder, script", [("multi_gpu", "job.sh"), ("multi_node", "job.sh"), ("multi_node", "job_torchrun.sh")]
 )

@@ -91,6 +91,14 @@ def test_epochs_and_arguments_with_spaces(jobs, archive):
     result.trained(1, batch_size=4, epochs=2)
 
 
+def test_variables_by_sbatch_export(jobs, archive):
+    """Slurm would keep the tasks to the variables that --export names, and so from those that job.sh sets."""
+    export = f"--export=PATH,HOME,PYTHONPATH,CIFAR10_ARCHIVE={archive}"
+    flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    result = jobs.sbatch("multi_node", *flags, export, "job.sh", *ONE_EPOCH, CIFAR10_ARCHIVE="/nowhere")
+    result.trained(2, batch_size=4)
+
+
 def test_two_jobs_at_once_on_one_node(jobs):
     flags = [*SMALL, "--nodelist=node1", "--ntasks-per-node=2", "--gpus-per-node=2"]
     ids = [jobs.submit("multi_gpu", *flags, "job.sh", *ONE_EPOCH) for _ in range(2)]
