@@ -1,0 +1,347 @@
+"""Checkpoints, written whole or not at all and checked when read; how a job ends and starts again."""
+
+import argparse
+import contextlib
+import copy
+import fcntl
+import hashlib
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+logger = logging.getLogger("main")
+
+REQUEUE = 75  # exit status "saved, start me again": EX_TEMPFAIL of sysexits.h
+STARTS = 4  # from the same checkpoint, before a job counts as broken
+
+
+class RunError(Exception):
+    """Why a run cannot go on, in one line; raised on all ranks at once."""
+
+
+@dataclass
+class Run:
+    """What a checkpoint holds: all that a run needs to go on as if it had never stopped."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    recipe: dict  # what must stay as it is from the first step to the last
+    global_batch_size: int
+    epoch: int = 1
+    step: int = 0  # so many of the epoch are done
+    metrics: Tensor = field(
+        default_factory=lambda: torch.zeros(3, dtype=torch.float64)
+    )  # theirs, of all ranks
+    best_accuracy: float = 0.0
+
+    def start_epoch(self, epoch: int) -> None:
+        self.epoch, self.step, self.metrics = epoch, 0, torch.zeros_like(self.metrics)
+
+    def state_dict(self) -> dict:
+        return {
+            name: value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in vars(self).items()
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        for name, value in vars(self).items():
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(state[name])
+            else:
+                setattr(self, name, state[name])
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a folder of its own. Rank 0 reads and writes, and sends the others what it read.
+
+    They are called epoch-001-step-000123.pt, for 123 steps done of epoch 1; best.pt is the best one once more.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        # job.sh sets WORK_DIR: the code may run from a copy that does not outlive the job.
+        self.folder, self.keep = Path(os.environ.get("WORK_DIR", "")).absolute() / folder, keep
+        self.saved_at = time.monotonic()
+        self.failure = ""  # why the last one could not be written
+        self.pending = None
+        # One thread: what training hands over is written in that order, while training goes on.
+        self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+    def load(self, recipe: dict) -> dict | None:
+        """Return, on every rank, the newest whole checkpoint, or None where there is none.
+
+        `recipe` is what must not change during a run. Raises RunError, on every rank, where it has, where
+        none is whole, or where the folder cannot be used.
+        """
+        answer: list = [None, None]
+        if dist.get_rank() == 0:
+            try:
+                self._open()
+                answer[0] = self._read_newest(recipe)
+                self._count_starts(answer[0])
+            except (RunError, OSError) as error:
+                answer[1] = str(error)
+        dist.broadcast_object_list(answer, src=0)
+        if answer[1]:
+            raise RunError(answer[1])
+        return answer[0]
+
+    def save(self, state: dict) -> None:
+        """Write a checkpoint, with the keys epoch and step, in the background; once this returns, it may change.
+
+        Waits for one that is still being written. A failure is an error in the log, and training goes on.
+        """
+        if dist.get_rank() == 0:
+            self._wait()
+            self.saved_at = time.monotonic()
+            self.pending = self.writer.submit(self._write, copy_to_cpu(state))
+
+    def mark_best(self, epoch: int, step: int) -> None:
+        """Make best.pt the checkpoint of that epoch and step."""
+        if dist.get_rank() == 0:
+            self._wait()
+            self.pending = self.writer.submit(self._link_best, self._path(epoch, step))
+
+    def age(self) -> float:
+        """Return how many seconds ago the last checkpoint was begun, or 0 on ranks that write none."""
+        return time.monotonic() - self.saved_at if dist.get_rank() == 0 else 0.0
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on disk. Raises RunError, on every rank, if it is not."""
+        self._wait()
+        failure = [self.failure]
+        dist.broadcast_object_list(failure, src=0)
+        if failure[0]:
+            raise RunError(f"the last checkpoint is not on disk: {failure[0]}")
+
+    def _wait(self) -> None:
+        if self.pending:
+            self.pending.result()
+
+    def _open(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.folder / "lock", "a")
+        for waited in range(61):  # a job that was just killed may hold it a little longer
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if waited == 0:
+                    logger.warning(
+                        f"warning: another run writes to {self.folder}: waiting a minute for its end"
+                    )
+                time.sleep(1)
+            except OSError:  # a file system without locks
+                break
+        else:
+            raise RunError(f"another run writes to {self.folder}: choose another --checkpoint-dir")
+        for partial in self.folder.glob("*.partial"):
+            partial.unlink()
+        (self.folder / "writable.partial").touch()
+        (self.folder / "writable.partial").unlink()
+
+    def _read_newest(self, recipe: dict) -> dict | None:
+        paths = sorted(self.folder.glob("epoch-*.pt"), reverse=True)
+        for path in paths:
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+                if state.pop("sha256") != digest(state):
+                    raise ValueError("its content does not match its SHA-256")
+            except Exception as error:  # whatever a torn file makes of itself
+                reason = str(error).strip().split("\n")[0] or type(error).__name__
+                logger.warning(f"warning: {path} is damaged, trying the one before: {reason}")
+                path.rename(path.with_suffix(".pt.damaged"))
+                continue
+            changed = [
+                f"{name} {state['recipe'].get(name)}, not {recipe.get(name)}"
+                for name in {**state["recipe"], **recipe}
+                if state["recipe"].get(name) != recipe.get(name)
+            ]
+            if changed:
+                raise RunError(
+                    f"{path} is of another run, with {'; '.join(changed)}: go on as it began, "
+                    "or choose another --checkpoint-dir"
+                )
+            logger.info(f"Resuming from {path}")
+            return state
+        if paths or list(self.folder.glob("*.damaged")):
+            raise RunError(
+                f"no whole checkpoint is left in {self.folder}: remove the damaged ones there to start anew"
+            )
+        return None
+
+    def _count_starts(self, state: dict | None) -> None:
+        """Refuse to start for ever from the same place: what stops this job will not go away by itself."""
+        log = self.folder / "starts"
+        starts = log.read_text().split("\n")[:-1] if log.exists() else []
+        here = f"epoch {state['epoch']} step {state['step']}" if state else "the beginning"
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        if restarts >= STARTS and starts[-STARTS:] == [here] * STARTS:
+            raise RunError(
+                f"this job was started {STARTS} times from {here} and never got to its next checkpoint: not "
+                f"trying again; the end of each try is in the log above, {log} has their times"
+            )
+        with open(log, "a") as file:
+            file.write(f"{here}\n")
+
+    def _path(self, epoch: int, step: int) -> Path:
+        return self.folder / f"epoch-{epoch:03}-step-{step:06}.pt"
+
+    def _write(self, state: dict) -> None:
+        path = self._path(state["epoch"], state["step"])
+        partial = path.with_suffix(".pt.partial")
+        try:
+            if not all(value.isfinite().all() for value in state["model"].values()):
+                raise ValueError("the weights are not finite")
+            state["sha256"] = digest(state)
+            with open(partial, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())  # the name must not reach the disk before the content
+            partial.rename(path)
+            self.failure = ""
+            for old in sorted(self.folder.glob("epoch-*.pt"))[: -self.keep]:
+                old.unlink()
+        except (OSError, RuntimeError, ValueError) as error:  # torch says RuntimeError for a full disk
+            self._give_up(path, partial, error)
+
+    def _link_best(self, path: Path) -> None:
+        partial = self.folder / "best.pt.partial"
+        try:
+            try:
+                os.link(path, partial)  # no bytes are written
+            except OSError:
+                shutil.copyfile(path, partial)
+            partial.replace(self.folder / "best.pt")
+        except OSError as error:
+            self._give_up(self.folder / "best.pt", partial, error)
+
+    def _give_up(self, path: Path, partial: Path, error: Exception) -> None:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        self.failure = f"cannot write {path}: {str(error).splitlines()[0]}"
+        logger.error(f"error: {self.failure}; training goes on, the checkpoints before it stay")
+
+
+def get_recipe(args: argparse.Namespace, data: "Augmented") -> dict:
+    """Return what must stay as it is from a run's first step to its last."""
+    names = "model image_size epochs batch_size accumulate learning_rate weight_decay seed sync_batchnorm"
+    recipe = {name: getattr(args, name) for name in names.split()}
+    return recipe | {"samples": len(data), "fingerprint of the data": data.pictures.fingerprint}
+
+
+def copy_to_cpu(tree):
+    """Return nested dicts, lists and tensors with a copy of every tensor in the CPU's memory."""
+    if isinstance(tree, dict):
+        return {key: copy_to_cpu(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [copy_to_cpu(value) for value in tree]
+    return tree.detach().to("cpu", copy=True) if isinstance(tree, Tensor) else tree
+
+
+def digest(tree) -> str:
+    """Return the SHA-256 of nested dicts, lists, tensors and numbers: names, types, shapes and bytes."""
+    sha = hashlib.sha256()
+
+    def add(name: str, value) -> None:
+        if isinstance(value, dict):
+            for key in value:
+                add(f"{name}/{key}", value[key])
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                add(f"{name}/{number}", item)
+        elif isinstance(value, Tensor):
+            sha.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            sha.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        else:
+            sha.update(f"{name} {value!r}\n".encode())
+
+    add("", tree)
+    return sha.hexdigest()
+
+
+def default_checkpoint_dir() -> Path:
+    """Return a folder of this job's own: Slurm keeps a job's number when it requeues it."""
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return Path(os.environ.get("SCRATCH", ".")) / "checkpoints" / job.replace("/", "-")
+
+
+_stop_signals = []
+
+
+def catch_stop_signals() -> None:
+    """Note, and survive, what asks this process to end: SIGUSR1 before the time limit, SIGTERM otherwise."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        # It may come in the middle of anything, and twice, from srun and from uv: so this does nothing else.
+        signal.signal(number, lambda number, frame: _stop_signals.append(number))
+    if mark := training_mark():
+        mark.touch()
+
+
+def stop_requested() -> bool:
+    """Return whether such a signal has come."""
+    return bool(_stop_signals)
+
+
+def ignore_signals(worker: int = 0) -> None:
+    """Leave signals to the process that trains: a worker that died of one would take it along."""
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def commit() -> str:
+    """Return the commit that runs, safe_sbatch's or the one checked out, "-dirty" where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return os.environ.get("GIT_COMMIT", "unknown")
+    return os.environ.get("GIT_COMMIT") or answer.stdout.strip() or "unknown"
+
+
+def training_mark() -> Path | None:
+    """Return the file that tells job.sh that main.py takes signals now, and that a failure may not come again."""
+    folder = os.environ.get("SLURM_TMPDIR")
+    return Path(folder) / "training" if folder else None
+
+
+def requeues_to_go(seconds: float) -> str:
+    """Return, for the epoch line, how often Slurm must start this job again for `seconds` more of work."""
+    command = ["squeue", "--noheader", "--jobs", os.environ.get("SLURM_JOB_ID", ""), "--format=%S %e"]
+    try:
+        times = subprocess.run(
+            command, env={**os.environ, "SLURM_TIME_FORMAT": "%s"}, capture_output=True, text=True, timeout=10
+        )
+        start, end = map(int, times.stdout.split())
+    except (OSError, ValueError, subprocess.TimeoutExpired):  # outside a job, or without a time limit
+        return ""
+    requeues = max(0, math.ceil((seconds - (end - time.time())) / (end - start)))
+    return f", {requeues} requeues to go"
+
+
+def settle_buckets(model: nn.parallel.DistributedDataParallel, batch_size: int, image_size: int) -> None:
+    """Let DDP sort its buckets, as it does after its first backward(), before the first step.
+
+    Their order decides how sums are rounded: a run that was stopped would otherwise end with other weights.
+    """
+    weights = copy.deepcopy(model.module.state_dict())
+    images = torch.zeros(batch_size, 3, image_size, image_size, device=model.device)
+    for _ in range(2):
+        with torch.autocast(model.device.type, torch.bfloat16):
+            logits = model(images.contiguous(memory_format=torch.channels_last))
+        logits.float().sum().backward()
+    model.zero_grad()
+    model.module.load_state_dict(weights)

@@ -1,0 +1,117 @@
+"""What a rank trains on: which samples, in which order, decoded and cropped by processes of its own."""
+
+import argparse
+import atexit
+import math
+import multiprocessing
+import signal
+import socket
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from checkpoint import Run, RunError, ignore_signals
+from prepare_data import Pictures, Synthetic
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision.transforms import v2
+
+
+class Augmented(Dataset):
+    """Pictures as a step takes them: uint8 tensors of shape (3, size, size), and their classes."""
+
+    def __init__(self, pictures: Pictures | Synthetic, limit: int | None, args: argparse.Namespace):
+        size = (args.image_size, args.image_size)
+        self.pictures, self.seed = pictures, args.seed
+        self.chosen = np.sort(np.random.default_rng(0).permutation(len(pictures))[:limit])
+        self.crop_and_flip = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
+        self.center = v2.Compose([v2.Resize(args.image_size * 256 // 224), v2.CenterCrop(size)])
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+        epoch, index = key  # epoch 0 is not for training
+        if epoch:  # the draw follows from these three, not from the worker or the rank that makes it
+            seed_torch(self.seed, epoch, index)
+        transform = self.crop_and_flip if epoch else self.center
+        return transform(self.pictures.read(self.chosen[index])), int(
+            self.pictures.labels[self.chosen[index]]
+        )
+
+
+class Batches(Sampler):
+    """This rank's share of each batch of an epoch, from the step on that the run has come to."""
+
+    def __init__(self, samples: int, run: Run, args: argparse.Namespace):
+        self.samples, self.run, self.seed = samples, run, args.seed
+        if run.global_batch_size < dist.get_world_size():
+            raise RunError(f"a step of {run.global_batch_size} samples leaves some ranks none: start fewer")
+        share = math.ceil(run.global_batch_size / dist.get_world_size())
+        self.parts = math.ceil(share / args.batch_size)  # of a share, one after the other
+
+    def __iter__(self):
+        order = draw_epoch(self.samples, self.seed, self.run.epoch)
+        steps = len(order) // self.run.global_batch_size
+        batches = order[: steps * self.run.global_batch_size].view(steps, self.run.global_batch_size)
+        batches = batches[:, dist.get_rank() :: dist.get_world_size()]  # this rank's share of each
+        for batch in batches[self.run.step :]:
+            for part in batch.tensor_split(self.parts):
+                yield [(self.run.epoch, index) for index in part.tolist()]
+
+
+def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
+    """Return the training and the validation set. Raises RunError, on every rank, where a node has none."""
+    problem, size = "", args.image_size * 256 // 224
+    try:
+        if args.synthetic:
+            train = Synthetic(args.limit_train_samples or 2304, 10, 0, size)
+            valid = Synthetic(args.limit_valid_samples or 256, 10, 1, size)
+        else:
+            train, valid = Pictures(args.data_dir, "train"), Pictures(args.data_dir, "valid")
+    except (OSError, ValueError) as error:
+        problem = f"{error} (on {socket.gethostname()})"
+    # Each node has a disk of its own, and may lack what the others have.
+    answers: list = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (problem, "" if problem else train.fingerprint + valid.fingerprint))
+    for found in answers:
+        if found[0]:
+            raise RunError(found[0])
+        if found != answers[0]:
+            raise RunError(f"not every node has the same data in {args.data_dir}: stage it anew")
+    return Augmented(train, args.limit_train_samples, args), Augmented(valid, args.limit_valid_samples, args)
+
+
+def build_loaders(train_set: Augmented, valid_set: Augmented, run: Run, args: argparse.Namespace):
+    """Return the loaders of an epoch's batches and of the validation set, with processes that decode them."""
+    atexit.register(end_workers)
+    options = {
+        "num_workers": args.workers,
+        "pin_memory": torch.cuda.is_available(),
+        "worker_init_fn": ignore_signals,
+    }
+    batches = Batches(len(train_set), run, args)
+    train_loader = DataLoader(
+        train_set, batch_sampler=batches, persistent_workers=args.workers > 0, **options
+    )
+    share = range(dist.get_rank(), len(valid_set), dist.get_world_size())  # not all have the same length
+    keys = [(0, index) for index in share]
+    batches = [keys[first : first + args.batch_size] for first in range(0, len(keys), args.batch_size)]
+    return train_loader, DataLoader(valid_set, batch_sampler=batches, **options)
+
+
+def end_workers() -> None:
+    """Kill the workers, which ignore the SIGTERM that Python would send them at its end, and then wait for."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or DataLoader's handler has something to say about it
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
+def draw_epoch(samples: int, seed: int, epoch: int) -> Tensor:
+    """Draw the order of an epoch, which stays the same however many GPUs share the work."""
+    return torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(samples))
+
+
+def seed_torch(*numbers: int) -> None:
+    """Seed PyTorch with all of these numbers."""
+    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))

@@ -1,0 +1,90 @@
+#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=64G
+#SBATCH --time=03:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@180
+#SBATCH --wait-all-nodes=1
+# EDIT: add the #SBATCH lines your cluster asks for, such as --account, --partition or the GPU's type.
+export IMAGENET_DIR=${IMAGENET_DIR:-} # EDIT: where the archives are; empty: train with --synthetic
+export DATA_DIR=${DATA_DIR:-}         # EDIT: a node's folder that your jobs share; empty: one for each, in SLURM_TMPDIR
+
+set -euo pipefail
+export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
+unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
+echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date), requeued ${SLURM_RESTART_COUNT:-0} times"
+
+# A shell acts on a signal when its command is over, unless that runs in the background.
+attend() {
+    "$@" &
+    child=$!
+    until wait "$child" || ! kill -0 "$child" 2> /dev/null; do :; done
+    wait "$child"
+}
+on_each_node() { attend srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
+# Only this shell gets the warning before the time limit. main.py takes it on once it has made the file `training`: it
+# saves and ends with status 75. Before that, there is nothing to save.
+stop() {
+    stopped=yes
+    if [ -e "$SLURM_TMPDIR/training" ]; then kill -USR1 "$child"; else kill "$child"; fi
+}
+trap stop USR1
+end() {
+    trap '' USR1
+    # An error that would come again removes the file, on its node; what else ends a training may not come again.
+    if [ "$1" != 0 ] && [ "$1" != 75 ] && on_each_node test -e "$SLURM_TMPDIR/training"; then stopped=yes; fi
+    on_each_node bash -c clean_up || true
+    # A job that has been cancelled must not come back; one that is preempted has a PreemptTime.
+    case "${stopped:-} $1 $(scontrol show job "$SLURM_JOB_ID")" in
+        *JobState=CANCELLED*) ;;
+        yes* | ' 75 '* | *PreemptTime=2*)
+            echo "job.sh: status $1: to be requeued"
+            scontrol requeue "$SLURM_JOB_ID" || echo "job.sh: error: not requeued: sbatch it again" >&2
+            ;;
+    esac
+    exit "$1"
+}
+trap 'end $?' EXIT
+
+# Data goes to the node's own disk. Where the cluster names none in SLURM_TMPDIR, it goes to a folder under /tmp that
+# is removed at the end of this script; after scancel or at the time limit, it may stay.
+if [ -z "${SLURM_TMPDIR:-}" ]; then
+    export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID OWN_TMPDIR=yes
+fi
+export DATA_DIR=${DATA_DIR:-$SLURM_TMPDIR/data}
+stage() {
+    mkdir -p "$SLURM_TMPDIR"
+    rm -f "$SLURM_TMPDIR/training"
+    [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --source "$IMAGENET_DIR" --data-dir "$DATA_DIR"
+}
+clean_up() {
+    [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --data-dir "$DATA_DIR" --release
+    [ -z "${OWN_TMPDIR:-}" ] || rm -rf "$SLURM_TMPDIR"
+}
+export -f stage clean_up
+
+# Rank 0 waits for the other ranks here; the port follows the job, because jobs may share a node.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
+export MASTER_ADDR MASTER_PORT WORK_DIR=$PWD # checkpoints go here, unless there is a $SCRATCH
+
+# safe_sbatch has set GIT_COMMIT: then every node gets the tree as it was at that commit, with its environment.
+if [ -n "${GIT_COMMIT:-}" ]; then
+    code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh")
+    eval "$code_checkpointing"
+else # once, here: tasks that all synchronise the environment at the same time get in each other's way
+    attend uv sync --locked
+fi
+on_each_node bash -euc stage
+
+# srun 22.05 and 23.02 give a task one CPU unless this is set. OMP_NUM_THREADS is PyTorch's number of CPU threads.
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+export PYTHONFAULTHANDLER=1 # a crash prints where Python was
+export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
+# In a job array, the task's number is the seed, unless the arguments say otherwise.
+attend srun --kill-on-bad-exit=1 uv run --no-sync python main.py --data-dir "$DATA_DIR" \
+    ${SLURM_ARRAY_TASK_ID:+--seed="$SLURM_ARRAY_TASK_ID"} "$@"
