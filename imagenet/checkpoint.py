@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 logger = logging.getLogger("main")
 
@@ -56,17 +57,22 @@ class Run:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        for name, value in vars(self).items():
-            if hasattr(value, "load_state_dict"):
-                value.load_state_dict(state[name])
-            else:
-                setattr(self, name, state[name])
+        """Go on from a checkpoint. Raises RunError where it does not fit the model."""
+        try:
+            for name, value in vars(self).items():
+                if hasattr(value, "load_state_dict"):
+                    value.load_state_dict(state[name])
+                else:
+                    setattr(self, name, state[name])
+        except (KeyError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise RunError(f"the checkpoint does not fit --model {self.recipe['model']}: {reason}") from error
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder of its own. Rank 0 reads and writes, and sends the others what it read.
+    """The checkpoints of one run, in a folder of its own. Rank 0 writes them, and reads them for all ranks.
 
-    They are called epoch-001-step-000123.pt, for 123 steps done of epoch 1; best.pt is the best one once more.
+    epoch-001-step-000123.pt is from after 123 steps of epoch 1; best.pt is the best one once more.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -98,7 +104,7 @@ class Checkpoints:
         return answer[0]
 
     def save(self, state: dict) -> None:
-        """Write a checkpoint, with the keys epoch and step, in the background; once this returns, it may change.
+        """Write a checkpoint, with the keys epoch and step, in the background; the state may change meanwhile.
 
         Waits for one that is still being written. A failure is an error in the log, and training goes on.
         """
@@ -234,7 +240,7 @@ class Checkpoints:
         logger.error(f"error: {self.failure}; training goes on, the checkpoints before it stay")
 
 
-def get_recipe(args: argparse.Namespace, data: "Augmented") -> dict:
+def get_recipe(args: argparse.Namespace, data: Dataset) -> dict:
     """Return what must stay as it is from a run's first step to its last."""
     names = "model image_size epochs batch_size accumulate learning_rate weight_decay seed sync_batchnorm"
     recipe = {name: getattr(args, name) for name in names.split()}
@@ -301,7 +307,7 @@ def ignore_signals(worker: int = 0) -> None:
 
 
 def commit() -> str:
-    """Return the commit that runs, safe_sbatch's or the one checked out, "-dirty" where files differ from it."""
+    """Return the commit that runs, safe_sbatch's or the one checked out, "-dirty" if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         answer = subprocess.run(
@@ -313,13 +319,15 @@ def commit() -> str:
 
 
 def training_mark() -> Path | None:
-    """Return the file that tells job.sh that main.py takes signals now, and that a failure may not come again."""
+    """Return the file that tells job.sh that main.py takes signals now, and that to try again may help."""
     folder = os.environ.get("SLURM_TMPDIR")
     return Path(folder) / "training" if folder else None
 
 
-def requeues_to_go(seconds: float) -> str:
-    """Return, for the epoch line, how often Slurm must start this job again for `seconds` more of work."""
+def requeues_to_go(samples: int, rate: float) -> str:
+    """Return, for the epoch line, how often Slurm must start this job again for so many samples more."""
+    if dist.get_rank() != 0 or not rate:
+        return ""
     command = ["squeue", "--noheader", "--jobs", os.environ.get("SLURM_JOB_ID", ""), "--format=%S %e"]
     try:
         times = subprocess.run(
@@ -328,7 +336,7 @@ def requeues_to_go(seconds: float) -> str:
         start, end = map(int, times.stdout.split())
     except (OSError, ValueError, subprocess.TimeoutExpired):  # outside a job, or without a time limit
         return ""
-    requeues = max(0, math.ceil((seconds - (end - time.time())) / (end - start)))
+    requeues = max(0, math.ceil((samples / rate - (end - time.time())) / (end - start)))
     return f", {requeues} requeues to go"
 
 

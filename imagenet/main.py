@@ -106,8 +106,8 @@ def main() -> None:
         global_batch_size = saved["global_batch_size"]
     steps = count_steps(train_set, global_batch_size)
     logger.info(
-        f"World size {world_size}: {steps} steps an epoch, {world_size} x {global_batch_size / world_size:.4g} "
-        f"samples each, of {len(train_set)}; {len(valid_set)} to validate"
+        f"World size {world_size}: {steps} steps an epoch, {world_size} x "
+        f"{global_batch_size / world_size:.4g} samples each, of {len(train_set)}; {len(valid_set)} to validate"
     )
 
     model = build_model(args, len(train_set.pictures.classes)).to(device, memory_format=torch.channels_last)
@@ -128,10 +128,11 @@ def main() -> None:
         start, steps_before = time.perf_counter(), run.step
         metrics = train(ddp_model, run, train_loader, checkpoints, monitor, args)
         train_loss, train_accuracy = average(metrics, steps * global_batch_size)
-        rate = (steps - steps_before) * global_batch_size / (time.perf_counter() - start)
-        usage = monitor.usage(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        rate = (steps - steps_before) * global_batch_size / seconds
+        usage = monitor.usage(seconds)
         valid_loss, valid_accuracy = average(evaluate(model, valid_loader, monitor), len(valid_set))
-        requeues = checkpoint.requeues_to_go((args.epochs - run.epoch) * (time.perf_counter() - start))
+        requeues = checkpoint.requeues_to_go((args.epochs - run.epoch) * len(train_set), rate)
         logger.info(
             f"Epoch {run.epoch}: train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, {rate:.0f} images/s{usage}{requeues}"
@@ -311,8 +312,8 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
 def build_optimizer(model: nn.Module, args: argparse.Namespace, global_batch_size: int, steps: int):
     """Return SGD and its one-cycle schedule, which is moved on after every step.
 
-    The defaults are NVIDIA's for ResNet-50 v1.5, which they report to end at 77.1% after 90 epochs and at 75.8% after
-    50: github.com/NVIDIA/DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5.
+    The defaults are NVIDIA's for ResNet-50 v1.5, who report 77.1% after 90 epochs, and 75.8% after 50:
+    github.com/NVIDIA/DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md.
     """
     # The learning rate follows the global batch: linear scaling, Goyal et al. 2017, arXiv:1706.02677.
     learning_rate = args.learning_rate * global_batch_size / 256
