@@ -22,7 +22,8 @@ copy_code() {
         git -C "$(git rev-parse --show-toplevel)" archive "$GIT_COMMIT" | tar -x -C "$code" ||
             fail "copy commit $GIT_COMMIT from $PWD to $code"
         # Takes from uv's cache what is there: a node needs internet only for what is not.
-        uv sync --quiet --locked --directory "$code_folder" || fail "install what uv.lock lists into $code"
+        # shellcheck disable=SC2086 # several flags
+        uv sync --quiet $SYNC_FLAGS --directory "$code_folder" || fail "install what uv.lock lists into $code"
         touch "$code.complete" || fail "write to $code"
         echo "Commit $GIT_COMMIT and its environment are on the disk of $(hostname), after $SECONDS s"
     fi

@@ -11,7 +11,7 @@
 #SBATCH --wait-all-nodes=1
 # EDIT: add the #SBATCH lines your cluster asks for, such as --account, --partition or the GPU's type.
 export IMAGENET_DIR=${IMAGENET_DIR:-} # EDIT: where the archives are; empty: train with --synthetic
-export DATA_DIR=${DATA_DIR:-}         # EDIT: a node's folder that your jobs share; empty: one for each, in SLURM_TMPDIR
+export DATA_DIR=${DATA_DIR:-} # EDIT: a node's folder that your jobs share; empty: one for each, in SLURM_TMPDIR
 
 set -euo pipefail
 export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
@@ -72,12 +72,18 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT WORK_DIR=$PWD # checkpoints go here, unless there is a $SCRATCH
 
-# safe_sbatch has set GIT_COMMIT: then every node gets the tree as it was at that commit, with its environment.
-if [ -n "${GIT_COMMIT:-}" ]; then
-    code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh")
+export SYNC_FLAGS=--locked
+case " $* " in *" --wandb"*) SYNC_FLAGS="--locked --group wandb" ;; esac
+# safe_sbatch names a commit in GIT_COMMIT: every node takes it to its own disk, and the job goes on there.
+export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
+if [ -n "$GIT_COMMIT" ]; then
+    code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh" 2>&1) ||
+        { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname)" >&2 && exit 1; }
     eval "$code_checkpointing"
-else # once, here: tasks that all synchronise the environment at the same time get in each other's way
-    attend uv sync --locked
+else
+    # Once, here: tasks that all synchronise the environment at the same time get in each other's way.
+    # shellcheck disable=SC2086 # several flags
+    attend uv sync $SYNC_FLAGS
 fi
 on_each_node bash -euc stage
 

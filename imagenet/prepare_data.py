@@ -1,6 +1,6 @@
 """Stage ImageNet, Tiny ImageNet or an archive of your own on a node's disk, and read pictures from there.
 
-The archives are copied as they are, with an index of where in them every picture lies: no million small files.
+The archives are copied as they are, and an index says where in them every picture lies: no million files.
 """
 
 import argparse
@@ -128,12 +128,7 @@ def parse_args() -> argparse.Namespace:
     add("--extract", action="store_true", help="make the usual tree of class folders, a file a picture")
     add("--resize", type=at_least(1), metavar="N", help="write smaller archives: shorter sides of N pixels")
     add("--checksums", action="store_true", help="compare with the published MD5 sums: a second reading")
-    add(
-        "--workers",
-        type=at_least(1),
-        default=len(os.sched_getaffinity(0)),
-        help="processes that share the work",
-    )
+    add("--workers", type=at_least(1), default=len(os.sched_getaffinity(0)), help="processes")
     add("--release", action="store_true", help="remove what is staged, unless another job has staged it, too")
     args = parser.parse_args()
     if args.extract and args.resize:
@@ -144,7 +139,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     try:
-        release(args.data_dir) if args.release else stage(args)
+        if args.release:
+            release(args.data_dir)
+        else:
+            stage(args)
     except Problem as problem:
         fail(str(problem))
     except BrokenProcessPool:
@@ -177,7 +175,6 @@ def stage(args: argparse.Namespace) -> None:
         try:
             mark = wanted | write(args, source, form)
             write_json(data_dir / "staged.json", mark)
-            (data_dir / "staging.json").unlink()
         except BaseException as error:
             discard(data_dir)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -185,9 +182,8 @@ def stage(args: argparse.Namespace) -> None:
             raise
         register_job(data_dir)
     size, seconds = sum(size for _, size, _ in files), time.perf_counter() - start
-    say(
-        f"staged {describe(mark)} in {data_dir}: {size / 1e9:.2f} GB in {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s"
-    )
+    rate = f"{size / 1e9:.2f} GB in {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s"
+    say(f"staged {describe(mark)} in {data_dir}: {rate}")
 
 
 def write(args: argparse.Namespace, source: Source, form: str) -> dict:
@@ -202,12 +198,11 @@ def write(args: argparse.Namespace, source: Source, form: str) -> dict:
     made += ["train.npy", "valid.npy"]
     for name in made:
         if os.path.lexists(data_dir / name):
-            raise Problem(
-                f"{data_dir} on {HOST} holds a {name} that is not from here: choose another --data-dir"
-            )
+            raise Problem(f"{data_dir} on {HOST} has a {name} of somebody else's: choose another --data-dir")
     write_json(data_dir / "staging.json", {"made": made})  # for `discard`
+    flush(data_dir / "staging.json")  # first of all: to flush a file later is to wait for all the data
     if args.resize:
-        import torchvision  # noqa: F401  # once, before the workers are forked
+        import torchvision.transforms.v2  # noqa: F401  # once, before the workers are forked
     with worker_pool(args.workers) as pool:
         sums = pool.map(md5, archives if args.checksums else [])
         if form == "copied":
@@ -222,11 +217,8 @@ def write(args: argparse.Namespace, source: Source, form: str) -> dict:
         index = make_index([picture for picture in pictures if picture.split == split], classes, archives)
         with open(part_of(data_dir / f"{split}.npy"), "wb") as file:
             np.save(file, index)
-        splits[split] = {
-            "archive": archive,
-            "pictures": len(index),
-            "fingerprint": fingerprint(index, classes),
-        }
+        mark = fingerprint(index, classes)
+        splits[split] = {"archive": archive, "pictures": len(index), "fingerprint": mark}
     for name in made:
         if args.resize:  # for other nodes, too, if it is on a network disk
             flush(part_of(data_dir / name))
@@ -237,7 +229,7 @@ def write(args: argparse.Namespace, source: Source, form: str) -> dict:
 
 
 def copy(pool: ProcessPoolExecutor, source: Source, data_dir: Path) -> list[Picture]:
-    """Copy the archives; each class of ImageNet's training set is indexed right after its bytes are copied."""
+    """Copy the archives. A class of ImageNet's training set is indexed when its bytes have been copied."""
     sizes = [archive.stat().st_size for archive in source.archives]
     check_space(data_dir, sum(sizes))
     parts = []
@@ -278,7 +270,7 @@ def copy_part(part: Part, data_dir: Path) -> list[Picture]:
 
 
 def convert(pool: ProcessPoolExecutor, source: Source, data_dir: Path, side: int | None) -> list[Picture]:
-    """Extract all pictures, or write archives of pictures whose shorter sides are `side`, if that is given."""
+    """Extract all pictures; or, given a `side`, write archives of them with shorter sides of that length."""
     parts, devkit = [], None
     if source.layout == "imagenet":
         devkit = read_devkit(source.archives[2])
@@ -324,11 +316,13 @@ def convert_part(part: Part, data_dir: Path, side: int | None) -> tuple[list[Pic
                 converted.append(Picture(split, class_name, name, piece.tell(), len(data)))
                 piece.write(data + bytes(-len(data) % 512))
                 continue
-            path = part_of(data_dir / FOLDERS[split]) / class_name / name
-            if path.parent not in folders:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                folders.add(path.parent)
-            path.write_bytes(data)
+            path = f"{data_dir}/{FOLDERS[split]}.part/{class_name}/{name}"
+            folder = os.path.dirname(path)
+            if folder not in folders:
+                os.makedirs(folder, exist_ok=True)
+                folders.add(folder)
+            with open(path, "wb") as target:
+                target.write(data)
             converted.append(Picture(split, class_name, name, 0, len(data)))
     return converted, piece.getvalue()
 
@@ -407,9 +401,8 @@ def list_pictures(source: Source, devkit: Devkit | None, copied_to: Path | None 
             raise Problem(
                 f"{archive} has {len(members)} pictures and {DEVKIT} classes for {len(devkit.valid_classes)}"
             )
-        places = [
-            ("valid", name, Path(m.name).name) for name, m in zip(devkit.valid_classes, members, strict=True)
-        ]
+        names = [member.name.split("/")[-1] for member in members]
+        places = [("valid", *place) for place in zip(devkit.valid_classes, names, strict=True)]
     elif source.layout == "tiny":
         places = arrange_tiny(members, archive)
     else:
@@ -453,32 +446,36 @@ def arrange_tiny(members: list[Member], archive: Path) -> list[tuple[str, str, s
 
 
 def arrange_folders(members: list[Member], archive: Path) -> list[tuple[str, str, str] | None]:
-    """Return (split, class, name) of every member of an archive of class folders, None for what is no picture."""
+    """Return (split, class, name) of every member of an archive of class folders, None for no picture."""
     paths = []
     for member in members:
         path = [folder for folder in member.name.split("/") if folder not in ("", ".")]
         hidden = any(folder.startswith((".", "__MACOSX")) for folder in path)
-        paths.append(() if hidden or not member.name.lower().endswith(PICTURE_NAMES) else path)
+        paths.append([] if hidden or not member.name.lower().endswith(PICTURE_NAMES) else path)
     places = []
     for path in paths:  # [any/root/]train/CLASS/[any/folder/]name
         at = next((i for i, folder in enumerate(path[:-2]) if folder in SPLITS), None)
         places.append(None if at is None else (SPLITS[path[at]], path[at + 1], "/".join(path[at + 2 :])))
     found = {place[0] for place in places if place}
     if len(found) == 1:
-        raise Problem(
-            f"{archive} has a folder of class folders for {min(found)} only: train and val are needed"
-        )
-    if not found:
-        say(f"{archive.name} has no train and val folders: every tenth picture of a class is held out")
-        root = len(os.path.commonprefix([path[:-2] for path in paths if path]))
-        seen = Counter()
-        places = [None] * len(members)
-        for i in sorted(range(len(paths)), key=paths.__getitem__):
-            if len(paths[i]) > root + 1:
-                class_name = paths[i][root]
-                seen[class_name] += 1
-                split = "valid" if seen[class_name] % 10 == 0 else "train"
-                places[i] = (split, class_name, "/".join(paths[i][root + 1 :]))
+        raise Problem(f"{archive} has class folders for {min(found)} only: train and val are needed")
+    return places if found else hold_out(paths, archive)
+
+
+def hold_out(paths: list[list[str]], archive: Path) -> list[tuple[str, str, str] | None]:
+    """Split an archive that has class folders only, by the names of the pictures in each class."""
+    say(f"{archive.name} has no train and val folders: every tenth picture of a class is held out")
+    roots = [path[:-2] for path in paths if path]
+    root = 0  # how many folders all the pictures are in, before that of their class
+    while roots and all(len(folders) > root and folders[root] == roots[0][root] for folders in roots):
+        root += 1
+    places, seen = [None] * len(paths), Counter()
+    for i in sorted(range(len(paths)), key=paths.__getitem__):
+        if len(paths[i]) > root + 1:
+            class_name = paths[i][root]
+            seen[class_name] += 1
+            split = "train" if seen[class_name] % 10 else "valid"
+            places[i] = (split, class_name, "/".join(paths[i][root + 1 :]))
     return places
 
 
@@ -519,13 +516,11 @@ def read_tar(file: int, archive: str, start: int, end: int) -> list[Member]:
         if header == ZEROS[:512]:
             return members
         size, checksum, kind = header[124:136].strip(b"\0 "), header[148:156].strip(b"\0 "), header[156:157]
-        # The sum of all bytes, the checksum's own taken for spaces. adler32 has it, modulo 65521, and is quick.
+        # The sum of all bytes, with spaces for its own. adler32 has that modulo 65521, 10 times as quickly.
         total = int(checksum, 8) + sum(header[148:156]) - 8 * ord(" ") if is_octal(checksum) else -1
         if (total + 1) % 65521 != zlib.adler32(header) & 0xFFFF or not is_octal(size):
             raise Problem(f"{archive} is damaged, {after}, at byte {at}: fetch it again")
         size = int(size, 8)
-        if at + 512 + size > end:
-            raise Problem(f"{archive} ends early, {after}, in what begins at byte {at}: fetch it again")
         name, prefix = (field.split(b"\0")[0] for field in (header[:100], header[345:500]))
         if header[257:263] == b"ustar\0" and prefix:
             name = prefix + b"/" + name
@@ -576,12 +571,13 @@ def read_zip(file: int, archive: Path) -> list[Member]:
             raise Problem(f"{archive}: {info.filename} is neither stored nor deflated: make the zip anew")
         if info.is_dir():
             continue
-        local = os.pread(file, 30, info.header_offset)
+        # Bytes that are missing before its directory make the offsets in that negative.
+        local = os.pread(file, 30, info.header_offset) if info.header_offset >= 0 else b""
         lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
         offset = info.header_offset + 30 + lengths
         if local[:4] != b"PK\3\4" or offset + info.compress_size > size:
             raise Problem(
-                f"{archive} is damaged, at {info.filename}, byte {info.header_offset}: fetch it again"
+                f"{archive} is damaged at {info.filename}, byte {info.header_offset}: fetch it again"
             )
         packed = info.compress_size if info.compress_type == zipfile.ZIP_DEFLATED else 0
         start = os.pread(file, min(info.compress_size, 512), offset)
@@ -626,20 +622,18 @@ def read_devkit(archive: Path) -> Devkit:
 
 def check_classes(source: Source, devkit: Devkit, class_tars: list[str]) -> None:
     found, wanted = set(class_tars), {f"{name}.tar" for name in devkit.train_pictures}
-    for name in sorted(found ^ wanted):
+    if different := found ^ wanted:
+        name = min(different)
         has, lacks = (TRAIN, DEVKIT) if name in found else (DEVKIT, TRAIN)
-        raise Problem(
-            f"{source.archives[0].parent}: {name.removesuffix('.tar')} is in {has}, and not in {lacks}"
-        )
+        raise Problem(f"{source.archives[0].parent}: {Path(name).stem} is in {has}, and not in {lacks}")
 
 
 def check_counts(source: Source, devkit: Devkit | None, pictures: list[Picture]) -> None:
     counts = Counter(picture.class_name for picture in pictures if picture.split == "train")
     for name, wanted in devkit.train_pictures.items() if devkit else ():
         if counts[name] != wanted:
-            raise Problem(
-                f"{source.archives[0]} has {counts[name]} pictures of {name}, and {DEVKIT} {wanted}"
-            )
+            found = f"{counts[name]} pictures of {name}"
+            raise Problem(f"{source.archives[0]} has {found}, and {DEVKIT} {wanted}: fetch it again")
 
 
 def check_picture(member: Member, archive: Path | str) -> None:
@@ -663,9 +657,7 @@ def check_space(data_dir: Path, size: int, files: int = 0) -> None:
             "choose another --data-dir"
         )
     if disk.f_files and files > disk.f_favail:
-        raise Problem(
-            f"{data_dir} on {HOST} has room for {disk.f_favail} more files, not for {files}: no --extract"
-        )
+        raise Problem(f"{data_dir} on {HOST} has room for {disk.f_favail} files, not {files}: no --extract")
 
 
 def md5(path: Path) -> str:
@@ -692,14 +684,13 @@ def make_index(pictures: list[Picture], classes: list[str], archives: list[Path]
         raise Problem(f"{archives[0]} has {split} pictures of {min(unknown)}, and none to train on")
     width = max(len(os.fsencode(picture.name)) for picture in pictures)
     fields = [("offset", "i8"), ("size", "i4"), ("packed", "i4"), ("label", "i4"), ("name", f"S{width}")]
-    rows = [(p.offset, p.size, p.packed, label_of[p.class_name], os.fsencode(p.name)) for p in pictures]
-    index = np.array(rows, fields)
+    rows = ((p.offset, p.size, p.packed, label_of[p.class_name], os.fsencode(p.name)) for p in pictures)
+    index = np.fromiter(rows, fields, count=len(pictures))
     index = index[np.lexsort((index["name"], index["label"]))]
     same = (index["label"][1:] == index["label"][:-1]) & (index["name"][1:] == index["name"][:-1])
     if same.any():
-        raise Problem(
-            f"{archives[0].parent}: there are two pictures {os.fsdecode(index['name'][1:][same][0])}"
-        )
+        twice = os.fsdecode(index["name"][1:][same][0])
+        raise Problem(f"{archives[0].parent}: there are two pictures {twice} of the same class")
     return index
 
 
@@ -804,11 +795,9 @@ def release(data_dir: Path) -> None:
 
 
 def discard(data_dir: Path) -> None:
-    """Remove all that a staging has written, or a part of it."""
+    """Remove all that a staging has written, or a part of it, the mark of being whole first."""
     plan = data_dir / "staging.json"
-    with contextlib.suppress(FileNotFoundError):  # the mark goes first: half of the data is not to have one
-        os.replace(data_dir / "staged.json", plan)
-    for name in [*read_json(plan).get("made", ()), "staged.json", "staging.json"]:
+    for name in ("staged.json", *read_json(plan).get("made", ()), "staging.json"):
         for path in (part_of(data_dir / name), data_dir / name):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -817,12 +806,14 @@ def discard(data_dir: Path) -> None:
 
 
 def read_json(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):  # of a node that went down, it may be empty
+        return {}
 
 
 def write_json(path: Path, content: dict) -> None:
     part_of(path).write_text(json.dumps(content))
-    flush(part_of(path))
     os.rename(part_of(path), path)
 
 

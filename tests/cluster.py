@@ -55,6 +55,7 @@ MailProg=/bin/true
 ReturnToService=2
 MinJobAge=86400
 KillWait=5
+SchedulerParameters=sched_interval=1
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """

@@ -60,10 +60,15 @@ class Result:
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory) -> Path:
-    """The repository's files, as they are now, in a folder with a space in its name."""
+    """The repository's files, as they are now, in a commit, in a folder with a space in its name."""
     path = tmp_path_factory.mktemp("a clone") / "pytorch on slurm"
-    generated = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "data", "slurm-*.out")
+    generated = shutil.ignore_patterns(
+        ".git", ".venv", ".*_cache", "__pycache__", "data", "checkpoints", "slurm-*.out"
+    )
     shutil.copytree(REPOSITORY, path, ignore=generated)
+    for command in (["init", "-q"], ["add", "--all"], ["commit", "-qm", "As it is now"]):
+        name = ["-c", "user.name=tests", "-c", "user.email=tests"]
+        subprocess.run(["git", *name, *command], cwd=path, check=True)
     return path
 
 

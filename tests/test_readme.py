@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import draw_imagenet
 import draw_ranks
 import pytest
 import update_readmes
@@ -28,6 +29,8 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
         ("single_gpu/job.sh", "multi_gpu/job.sh", 15, 15),
         ("multi_gpu/job.sh", "multi_node/job.sh", 15, 15),
         ("multi_node/job.sh", "multi_node/job_torchrun.sh", 15, 15),
+        ("multi_node/main.py", "imagenet/main.py", 230, 160),
+        ("multi_node/job.sh", "imagenet/job.sh", 85, 30),
     ],
 )
 def test_diffs_stay_small(old, new, most_added, most_removed):
@@ -35,9 +38,18 @@ def test_diffs_stay_small(old, new, most_added, most_removed):
     assert 0 < added <= most_added and 0 < removed <= most_removed
 
 
+def test_main_py_stays_readable():
+    """What is no part of the training story stands in a module beside it."""
+    assert len((REPOSITORY / "imagenet" / "main.py").read_text().splitlines()) <= 420
+
+
 def test_the_ladder_counts_the_lines():
     text = (REPOSITORY / "README.rst").read_text()
-    for old, new in (("single_gpu", "multi_gpu"), ("multi_gpu", "multi_node")):
+    for old, new in (
+        ("single_gpu", "multi_gpu"),
+        ("multi_gpu", "multi_node"),
+        ("multi_node", "imagenet"),
+    ):
         added, removed = changed_lines(f"{old}/main.py", f"{new}/main.py")
         assert f".. |{new}| replace:: {added} added, {removed} removed\n" in text
 
@@ -49,6 +61,12 @@ def test_readme_files_are_up_to_date():
     parts = [re.findall("^.. begin (.*)", path.read_text(), re.MULTILINE) for path in README_FILES]
     assert parts == [
         [],
+        [
+            "job.sh ../multi_node/job.sh",
+            "safe_sbatch",
+            "code_checkpointing.sh",
+            "main.py ../multi_node/main.py",
+        ],
         ["job.sh ../single_gpu/job.sh", "main.py ../single_gpu/main.py"],
         ["job.sh ../multi_gpu/job.sh", "main.py ../multi_gpu/main.py", "job_torchrun.sh job.sh"],
         ["main.py --help", "job.sh", "main.py"],
@@ -66,6 +84,8 @@ def test_readme_files_render_without_a_warning(path, tmp_path):
 
 def test_pictures_are_up_to_date():
     assert (REPOSITORY / "docs" / "ranks.svg").read_text() == draw_ranks.draw()
+    for name, draw in draw_imagenet.PICTURES.items():
+        assert (REPOSITORY / "docs" / name).read_text() == draw(), name
 
 
 def test_the_test_command_is_the_one_that_ci_runs():

@@ -1,0 +1,452 @@
+"""safe_sbatch and code_checkpointing.sh: a job runs the commit it was submitted at, from the nodes' disks."""
+
+import fcntl
+import functools
+import http.server
+import json
+import re
+import shutil
+import threading
+import time
+import zipfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from conftest import REPOSITORY, Jobs, Result
+
+LINES_OF_JOB = """\
+# safe_sbatch names a commit in GIT_COMMIT: every node takes it to its own disk, and the job goes on there.
+export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
+if [ -n "$GIT_COMMIT" ]; then
+    code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh" 2>&1) ||
+        { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname)" >&2; exit 1; }
+    eval "$code_checkpointing"
+fi
+"""
+# A program that tells what it is and where, and can wait for a file.
+MAIN = """\
+import json
+import os
+import sys
+import time
+
+variables = [os.environ.get(name) for name in ("SLURMD_NODENAME", "SLURM_PROCID", "GIT_COMMIT")]
+print("RAN " + json.dumps([*variables, os.getcwd(), sys.prefix, "first", sys.argv[1:]]), flush=True)
+while sys.argv[1:2] == ["--wait-for"] and not os.path.exists(sys.argv[2]):
+    time.sleep(0.1)
+"""
+PROJECT = """\
+[project]
+name = "trivial"
+version = "0"
+requires-python = ">=3.11"
+"""
+NODES = ["node1", "node2"]
+LOCAL = "/tmp/local disk"  # what a cluster's SLURM_TMPDIR may be: not removed by job.sh
+FLAGS = [
+    "--nodelist=node1,node2",
+    "--ntasks-per-node=2",
+    "--gpus-per-node=0",
+    "--cpus-per-task=1",
+    "--mem=1G",
+]
+ONE_TASK = [*FLAGS, "--nodes=1", "--nodelist=node1", "--ntasks-per-node=1"]
+
+
+class Task(NamedTuple):
+    """What one task of a job has printed of itself."""
+
+    node: str
+    rank: str
+    commit: str
+    folder: str
+    environment: str
+    version: str
+    arguments: list[str]
+
+
+class Repository(Jobs):
+    """A git repository laid out as this one, and its user, who is in its folder `examples/imagenet`."""
+
+    def __init__(self, jobs: Jobs, path: Path, files: dict[str, str]):
+        super().__init__(jobs.cluster, path / "examples" / "imagenet", path, jobs.logs)
+        self.env = jobs.env | {"SLURM_TMPDIR": LOCAL}
+        self.root, self.folder = path, self.clone
+        self.folder.mkdir(parents=True)
+        for name in ("safe_sbatch", "code_checkpointing.sh"):
+            shutil.copy(REPOSITORY / "imagenet" / name, self.folder)
+        job = (REPOSITORY / "multi_node" / "job.sh").read_text()
+        self.write("job.sh", job.replace("# Once, here:", LINES_OF_JOB + "# Once, here:"))
+        self.write("../../.gitignore", ".venv/\n__pycache__/\n*.ignored\n")
+        for name, content in files.items():
+            self.write(name, content)
+        self.must("git", "init", "--quiet", self.root)
+        self.must("git", "config", "user.name", "A user")
+        self.must("git", "config", "user.email", "user@localhost")
+
+    def must(self, *command, **env) -> str:
+        result = self.run(command, **env)
+        assert result.exit_code == 0, result
+        return result.output.strip()
+
+    def write(self, name: str, content: str) -> None:
+        (self.folder / name).write_text(content)
+
+    def replace(self, name: str, old: str, new: str) -> None:
+        content = (self.folder / name).read_text()
+        assert old in content
+        self.write(name, content.replace(old, new))
+
+    def commit(self) -> str:
+        self.must("git", "add", "--all", self.root)
+        self.must("git", "commit", "--quiet", "--allow-empty", "--message", "A commit")
+        return self.must("git", "rev-parse", "HEAD")
+
+    def safe_sbatch(self, *arguments, **env: str) -> str:
+        result = self.run(["./safe_sbatch", f"--output={self.logs}/%j.out", *arguments], **env)
+        assert result.exit_code == 0, result
+        (job,) = re.findall(r"^Submitted batch job (\d+)$", result.output, re.MULTILINE)
+        return job
+
+    def wait_until(self, condition, what: str) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, f"not after 60 s: {what}"
+            time.sleep(0.1)
+
+    def on(self, node: str, *command) -> Result:
+        return self.run([*self.cluster.namespaces(node), *command])
+
+    def processes(self, node: str, text: str) -> int:
+        return sum(text in process for process in self.cluster.processes(node))
+
+    @contextmanager
+    def git_stops_halfway(self):
+        """While this lasts, git archive stops at main.py, after some other files."""
+        event = self.root.parent / "git may go on"
+        wait = f"while [ ! -e '{event}' ]; do sleep 0.1; done; cat"
+        self.must("git", "config", "filter.wait.smudge", wait)
+        yield
+        event.touch()
+
+    @contextmanager
+    def uv_stops_halfway(self):
+        """While this lasts, uv sync waits for a lock on its cache."""
+        cache = Path(self.env["UV_CACHE_DIR"])
+        with (cache / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def tasks(output: str) -> list[Task]:
+    return [Task(*json.loads(line)) for line in re.findall(r"^RAN (.*)$", output, re.MULTILINE)]
+
+
+def copies(output: str) -> list[str]:
+    """Return the nodes that say they have copied a commit."""
+    return sorted(re.findall(r"^Commit [0-9a-f]{40} .* disk of (\w+), after \d+ s$", output, re.MULTILINE))
+
+
+def ran(result: Result, commit: str, versions: tuple[str, ...] = ("first",) * 4) -> None:
+    """Assert that a job has run a commit, from the local disks."""
+    assert (result.exit_code, result.state) == (0, "COMPLETED"), result
+    assert tuple(task.version for task in tasks(result.output)) == versions, result
+    for task in tasks(result.output):
+        copy = f"/code/{commit}"
+        assert task.commit == commit, result
+        assert task.folder.endswith(f"{copy}/examples/imagenet"), result
+        assert task.environment.endswith(f"{copy}/.venv"), result
+
+
+@pytest.fixture
+def repository(jobs, tmp_path):
+    """A repository with an environment without packages."""
+    (tmp_path / "cache").mkdir()
+    project = {
+        "main.py": MAIN,
+        "a file": 32768 * "a",  # more than git archive keeps in memory before it writes
+        "../../pyproject.toml": PROJECT,
+        "../../.gitattributes": "main.py filter=wait\n",
+    }
+    repository = Repository(jobs, tmp_path / "a repository", project)
+    repository.env |= {"UV_CACHE_DIR": str(tmp_path / "cache"), "CIFAR10_ARCHIVE": ""}
+    repository.must("uv", "lock", "--offline")
+    repository.commit()
+    yield repository
+    for job in repository.run(["squeue", "--noheader", "--format=%A"]).output.split():
+        repository.run(["scancel", job])  # of a test that has failed
+    assert repository.leftovers() == []
+    for node in NODES:
+        repository.on(node, "rm", "-rf", LOCAL)
+
+
+def modify(repository):
+    repository.replace("main.py", "first", "second")
+    return " M main.py"
+
+
+def stage(repository):
+    modify(repository)
+    repository.must("git", "add", "main.py")
+    return "M  main.py"
+
+
+def add(repository):
+    repository.write("new.py", "")
+    repository.must("git", "config", "status.showUntrackedFiles", "no")
+    return "?? new.py"
+
+
+def add_elsewhere(repository):
+    repository.write("../../new.py", "")
+    return "?? ../../new.py"
+
+
+def remove(repository):
+    (repository.folder / "main.py").unlink()
+    return " D main.py"
+
+
+@pytest.mark.parametrize("change", [modify, stage, add, add_elsewhere, remove])
+def test_refuses_what_is_not_committed(repository, change):
+    shown = change(repository)
+    result = repository.run(["./safe_sbatch", *FLAGS, "job.sh"])
+    assert result.exit_code == 1, result
+    *status, error = result.output.splitlines()
+    assert status == [shown], result
+    assert error.startswith("safe_sbatch: error: ") and "commit them, or git stash" in error, result
+
+
+def test_refuses_where_there_is_no_commit(repository):
+    shutil.rmtree(repository.root / ".git")
+    result = repository.run(["./safe_sbatch", *FLAGS, "job.sh"])
+    assert result.exit_code == 1, result
+    assert result.output.startswith("safe_sbatch: error: fatal: not a git repository"), result
+    repository.must("git", "init", "--quiet", repository.root)
+    result = repository.run(["./safe_sbatch", *FLAGS, "job.sh"])
+    assert result.exit_code == 1, result
+    assert result.output == f"safe_sbatch: error: {repository.root} has no commit yet\n", result
+
+
+def test_everything_reaches_the_job(repository):
+    """The commit, and sbatch's and main.py's arguments as they are; a copy on each node's own disk."""
+    commit = repository.must("git", "rev-parse", "HEAD")
+    repository.write("notes.ignored", "")
+    link = repository.root.parent / "a link"
+    link.symlink_to(repository.folder / "safe_sbatch")
+    arguments = ["two words", "", "'single' \"double\"", "$HOME *", "--export=NONE", "a\nb"]
+    flags = [*FLAGS, f"--output={repository.logs}/%j.out", "--job-name=two words", "--parsable"]
+    environments = {"UV_PROJECT_ENVIRONMENT": str(repository.root / ".venv"), "VIRTUAL_ENV": "/elsewhere"}
+    only_id = 'job=$("$@") && echo "job $job"'
+    result = repository.run(["sh", "-c", only_id, "sh", link, *flags, "job.sh", *arguments], **environments)
+    assert result.exit_code == 0, result
+    line, job = result.output.splitlines()
+    assert line == f"safe_sbatch: commit {commit}", result
+    job = job.removeprefix("job ")
+    assert " JobName=two words " in repository.must("scontrol", "show", "job", "--oneliner", job)
+    result = repository.wait(job)
+    ran(result, commit)
+    assert all(task.arguments == arguments for task in tasks(result.output)), result
+    assert sorted((task.node, task.rank) for task in tasks(result.output)) == [
+        ("node1", "0"), ("node1", "1"), ("node2", "2"), ("node2", "3")
+    ], result  # fmt: skip
+    assert copies(result.output) == NODES, result
+    assert "warning" not in result.output, result
+    disks = {
+        repository.on(node, "stat", "--format=%d", f"{LOCAL}/code/{commit}/.venv").output for node in NODES
+    }
+    assert len(disks) == 2, disks
+    assert not (repository.root / ".venv").exists()
+
+
+def test_sbatch_alone_runs_in_place(repository):
+    job = repository.submit("", *ONE_TASK, "job.sh")
+    result = repository.wait(job)
+    assert (result.exit_code, result.state) == (0, "COMPLETED"), result
+    (task,) = tasks(result.output)
+    assert task.folder == str(repository.folder), result
+    assert task.environment == str(repository.root / ".venv"), result
+    assert copies(result.output) == [], result
+
+
+@pytest.mark.parametrize("export", ["NONE", "PATH,HOME,UV_CACHE_DIR"])
+def test_sbatch_export_does_not_drop_the_commit(repository, export):
+    commit = repository.must("git", "rev-parse", "HEAD")
+    if export == "NONE":  # as in a file that sets up its own variables
+        lines = "".join(
+            f"export {name}='{repository.env[name]}'\n" for name in ("PATH", "HOME", "UV_CACHE_DIR")
+        )
+        repository.replace("job.sh", "set -euo pipefail\n", lines + "set -euo pipefail\n")
+        commit = repository.commit()
+    result = repository.wait(repository.safe_sbatch(*ONE_TASK, f"--export={export}", "job.sh"))
+    ran(result, commit, ("first",))
+
+
+def test_changes_after_submission_change_nothing(repository):
+    """Neither edits nor commits, neither before the job starts nor before it starts again."""
+    commit = repository.must("git", "rev-parse", "HEAD")
+    event = repository.root.parent / "an event"
+    flags = [*FLAGS, "--requeue", "--open-mode=append", "--hold"]
+    job = repository.safe_sbatch(*flags, "job.sh", "--wait-for", event, SLURM_TMPDIR="")
+    repository.replace("main.py", "first", "second")
+    repository.write("code_checkpointing.sh", "exit 9\n")
+    repository.write("../../pyproject.toml", PROJECT.replace("3.11", "99"))
+    repository.commit()
+    repository.replace("main.py", "second", "third")
+    repository.must("scontrol", "release", job)
+    repository.wait_until(lambda: len(tasks(repository.log(job))) == 4, "4 tasks run")
+    repository.must("git", "commit", "--quiet", "--amend", "--all", "--message", "Another")
+    repository.must("scontrol", "requeue", job)
+    repository.wait_until(lambda: repository.show(job)["JobState"] == "PENDING", "the job is requeued")
+    event.touch()
+    result = repository.wait(job)
+    assert repository.show(job)["Restarts"] == "1"
+    ran(result, commit, ("first",) * 8)
+    assert copies(result.output) == NODES, result  # the second start has found what the first has made
+
+
+@pytest.mark.parametrize("halfway", [Repository.git_stops_halfway, Repository.uv_stops_halfway])
+def test_killed_halfway(repository, halfway):
+    """What a killed job leaves is not taken for whole by the next one."""
+    commit = repository.must("git", "rev-parse", "HEAD")
+    program = "tar -x" if halfway is Repository.git_stops_halfway else "uv sync"
+    job = repository.safe_sbatch("--hold", *FLAGS, "job.sh")
+    with halfway(repository):
+        repository.must("scontrol", "release", job)
+        for node in NODES:
+            repository.wait_until(
+                lambda node=node: repository.processes(node, program), f"{program} on {node}"
+            )
+            repository.wait_until(
+                lambda node=node: (
+                    repository.on(node, "test", "-e", f"{LOCAL}/code/{commit}/.gitignore").exit_code == 0
+                ),
+                f"some files on {node}",
+            )
+        repository.must("scancel", "--signal=KILL", job)
+        assert repository.wait(job).state == "CANCELLED"
+    for node in NODES:
+        repository.on(node, "sh", "-c", f"rm -f '{LOCAL}/code/{commit}/examples/imagenet/main.py'")
+        stray = f"{LOCAL}/code/{commit}/stray"
+        assert repository.on(node, "touch", stray).exit_code == 0
+    result = repository.wait(repository.safe_sbatch(*FLAGS, "job.sh"))
+    ran(result, commit)
+    assert copies(result.output) == NODES, result
+    assert all(repository.on(node, "test", "-e", stray).exit_code == 1 for node in NODES)
+
+
+def test_two_jobs_on_one_node_copy_once(repository):
+    """The second job waits for what the first is still copying, and takes it."""
+    commit = repository.must("git", "rev-parse", "HEAD")
+    with repository.git_stops_halfway():
+        ids = [repository.safe_sbatch(*ONE_TASK, "job.sh") for _ in range(2)]
+        repository.wait_until(
+            lambda: repository.processes("node1", "copy_code") >= 2, "two jobs want to copy"
+        )
+    results = [repository.wait(job) for job in ids]
+    for result in results:
+        ran(result, commit, ("first",))
+    assert copies("".join(result.output for result in results)) == ["node1"]
+
+
+def test_missing_commit(repository):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    result = repository.wait(repository.submit("", *FLAGS, "job.sh", GIT_COMMIT=commit))
+    assert (result.exit_code, result.state) == (1, "FAILED"), result
+    assert f"\njob.sh: error: no commit {commit} of {repository.folder} on node1\n" in result.output, result
+    assert tasks(result.output) == [], result
+
+
+@pytest.mark.parametrize(
+    "mount_point, size, message",
+    [
+        ("{root}", "1m", "cannot copy commit {commit} from .* to {code}"),
+        (LOCAL, "24k", "cannot copy commit {commit} from {folder} to {code}"),
+        (LOCAL, "96k", "cannot install what uv.lock lists into {code}"),
+    ],
+    ids=["no repository", "no space for the tree", "no space for the environment"],
+)
+def test_error_on_one_node(repository, mount_point, size, message):
+    commit = repository.must("git", "rev-parse", "HEAD")
+    names = {"root": repository.root, "folder": repository.folder, "commit": commit}
+    names["code"] = f"{LOCAL}/code/{commit}"
+    mount_point = mount_point.format(**names)
+    repository.on("node2", "mkdir", "-p", mount_point)
+    assert (
+        repository.on("node2", "mount", "-t", "tmpfs", "-o", f"size={size}", "x", mount_point).exit_code == 0
+    )
+    try:
+        result = repository.wait(repository.safe_sbatch(*FLAGS, "job.sh"))
+    finally:
+        assert repository.on("node2", "umount", mount_point).exit_code == 0
+    assert (result.exit_code, result.state) == (1, "FAILED"), result
+    errors = re.findall(r"^code_checkpointing\.sh: error: (.*)$", result.output, re.MULTILINE)
+    assert len(errors) == 1, result
+    assert re.fullmatch(message.format(**names) + " on node2", errors[0]), result
+    assert tasks(result.output) == [], result
+
+
+@pytest.fixture
+def index(tmp_path):
+    """A package index on this machine, which the nodes cannot reach; it has a package called answer."""
+    folder = tmp_path / "index" / "answer"
+    folder.mkdir(parents=True)
+    with zipfile.ZipFile(folder / "answer-1-py3-none-any.whl", "w") as wheel:
+        info = "answer-1.dist-info"
+        wheel.writestr("answer.py", "")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: answer\nVersion: 1\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"answer.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder.parent)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_nodes_without_internet(repository, index, tmp_path):
+    """safe_sbatch fetches what the nodes cannot, even if the environment in place lacks nothing."""
+    dependency = 'dependencies = ["answer"]\n'
+    repository.write(
+        "../../pyproject.toml", f'{PROJECT}{dependency}[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n'
+    )
+    repository.must("uv", "sync")
+    repository.replace("main.py", "import json\n", "import answer\nimport json\n")
+    commit = repository.commit()
+    in_place = repository.root / ".venv"
+    before = in_place.stat().st_mtime_ns
+    (tmp_path / "another cache").mkdir()
+    repository.env |= {"UV_CACHE_DIR": str(tmp_path / "another cache")}
+
+    result = repository.run(["./safe_sbatch", *FLAGS, "job.sh"], UV_OFFLINE="1")
+    assert result.exit_code == 1, result
+    assert result.output.endswith("\nsafe_sbatch: error: uv cannot install what uv.lock lists\n"), result
+    job = repository.submit("", *FLAGS, "job.sh", GIT_COMMIT=commit, UV_HTTP_RETRIES="0")
+    result = repository.wait(job)
+    assert (result.exit_code, result.state) == (1, "FAILED"), result
+    errors = re.findall(
+        r"^code_checkpointing\.sh: error: cannot install .* on (\w+)$", result.output, re.MULTILINE
+    )
+    assert sorted(errors) == NODES, result
+
+    ran(repository.wait(repository.safe_sbatch(*FLAGS, "job.sh")), commit)
+    assert in_place.stat().st_mtime_ns == before
+    assert list(Path("/dev/shm").glob("safe_sbatch.*")) == []
+
+
+def test_this_environment(jobs, tmp_path):
+    """The project's own environment is complete on each node. (Links: a copy is larger than the disks.)"""
+    files = {f"../../{name}": (REPOSITORY / name).read_text() for name in ("pyproject.toml", "uv.lock")}
+    imports = "import json\nimport torch\n"
+    repository = Repository(
+        jobs, tmp_path / "a repository", {"main.py": MAIN.replace("import json\n", imports)} | files
+    )
+    commit = repository.commit()
+    flags = [*FLAGS, "--ntasks-per-node=1", "job.sh"]
+    result = repository.wait(repository.safe_sbatch(*flags, UV_LINK_MODE="symlink", CIFAR10_ARCHIVE=""))
+    ran(result, commit, ("first",) * 2)
+    assert copies(result.output) == NODES, result
+    for node in NODES:
+        repository.on(node, "rm", "-rf", LOCAL)
