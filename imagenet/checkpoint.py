@@ -104,7 +104,7 @@ class Checkpoints:
         return answer[0]
 
     def save(self, state: dict) -> None:
-        """Write a checkpoint, with the keys epoch and step, in the background; the state may change meanwhile.
+        """Write a checkpoint, with the keys epoch and step, in the background; its tensors may change then.
 
         Waits for one that is still being written. A failure is an error in the log, and training goes on.
         """
@@ -292,6 +292,7 @@ def catch_stop_signals() -> None:
         # It may come in the middle of anything, and twice, from srun and from uv: so this does nothing else.
         signal.signal(number, lambda number, frame: _stop_signals.append(number))
     if mark := training_mark():
+        mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
 
 

@@ -47,7 +47,7 @@ class Batches(Sampler):
         self.samples, self.run, self.seed = samples, run, args.seed
         if run.global_batch_size < dist.get_world_size():
             raise RunError(f"a step of {run.global_batch_size} samples leaves some ranks none: start fewer")
-        share = math.ceil(run.global_batch_size / dist.get_world_size())
+        share = len(range(dist.get_rank(), run.global_batch_size, dist.get_world_size()))
         self.parts = math.ceil(share / args.batch_size)  # of a share, one after the other
 
     def __iter__(self):
@@ -101,7 +101,7 @@ def build_loaders(train_set: Augmented, valid_set: Augmented, run: Run, args: ar
 
 
 def end_workers() -> None:
-    """Kill the workers, which ignore the SIGTERM that Python would send them at its end, and then wait for."""
+    """Kill the workers: they ignore the SIGTERM that Python sends them at its end, and then waits."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or DataLoader's handler has something to say about it
     for worker in multiprocessing.active_children():
         worker.kill()

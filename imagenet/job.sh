@@ -25,27 +25,30 @@ attend() {
     until wait "$child" || ! kill -0 "$child" 2> /dev/null; do :; done
     wait "$child"
 }
-on_each_node() { attend srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
+on_each_node() { # with all the CPUs that the job has there
+    attend env -u SLURM_CPUS_PER_TASK srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none "$@"
+}
 # Only this shell gets the warning before the time limit. main.py takes it on once it has made the file `training`: it
 # saves and ends with status 75. Before that, there is nothing to save.
-stop() {
-    stopped=yes
+warned() {
+    warned=yes
     if [ -e "$SLURM_TMPDIR/training" ]; then kill -USR1 "$child"; else kill "$child"; fi
 }
-trap stop USR1
+trap warned USR1
 end() {
     trap '' USR1
-    # An error that would come again removes the file, on its node; what else ends a training may not come again.
-    if [ "$1" != 0 ] && [ "$1" != 75 ] && on_each_node test -e "$SLURM_TMPDIR/training"; then stopped=yes; fi
+    # An error that would come again removes that file on its node; what else ends a training may not come again.
+    if [ "$1" != 0 ] && on_each_node test -e "$SLURM_TMPDIR/training"; then again=yes; fi
     on_each_node bash -c clean_up || true
-    # A job that has been cancelled must not come back; one that is preempted has a PreemptTime.
-    case "${stopped:-} $1 $(scontrol show job "$SLURM_JOB_ID")" in
-        *JobState=CANCELLED*) ;;
-        yes* | ' 75 '* | *PreemptTime=2*)
-            echo "job.sh: status $1: to be requeued"
-            scontrol requeue "$SLURM_JOB_ID" || echo "job.sh: error: not requeued: sbatch it again" >&2
-            ;;
-    esac
+    job=$(scontrol show job "$SLURM_JOB_ID")
+    if [[ $1 == 0 || $job == *JobState=CANCELLED* ]]; then # it must not come back
+        exit "$1"
+    elif [[ ${again:-} || $job == *PreemptTime=2* ]]; then
+        echo "job.sh: status $1: to be requeued"
+        scontrol requeue "$SLURM_JOB_ID" || echo "job.sh: error: not requeued: sbatch it again" >&2
+    elif [ -n "${warned:-}" ]; then
+        echo "job.sh: error: the time limit came before the training had begun: ask for more --time" >&2
+    fi
     exit "$1"
 }
 trap 'end $?' EXIT

@@ -466,7 +466,7 @@ class Monitor:
 
     def watch(self, run: Run, batches: Iterable) -> Iterator:
         """Yield the batches of an epoch, with an eye on how long they take to come."""
-        batches = iter(batches)
+        batches, steps = iter(batches), run.scheduler.last_epoch
         while True:
             self.stopwatch.batch_wanted()
             batch = next(batches, None)
@@ -475,7 +475,9 @@ class Monitor:
                 return
             yield batch
             self.hangs.tick(run.scheduler.last_epoch)
-            self.profiler.step()
+            if run.scheduler.last_epoch != steps:  # not after every part of a step
+                self.profiler.step()
+                steps = run.scheduler.last_epoch
 
     def tick(self) -> None:
         """Say that this rank moves, in an evaluation."""
@@ -487,7 +489,7 @@ class Monitor:
         return (self.talk[1] - then) / steps if (steps := self.talk[0] - last_step) else 0.0
 
     def usage(self, seconds: float) -> str:
-        """Return what the epoch line says of the last `seconds`: ", 3% waiting for data" and the GPU's state."""
+        """Return what the epoch line says of these seconds: ", 3% waiting for data" and the GPU's state."""
         waited, self.waited = self.stopwatch.seconds() - self.waited, self.stopwatch.seconds()
         gpu = gpu_usage(self.device)
         return f", {waited / seconds:.0%} waiting for data" + (f", {gpu}" if gpu else "")

@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import tarfile
 import time
@@ -780,12 +781,23 @@ def register_job(data_dir: Path) -> None:
         (data_dir / "jobs" / job).touch()
 
 
+def is_running(job: str) -> bool:
+    """Return whether Slurm has not forgotten that job, or cannot be asked."""
+    command = ["squeue", "--noheader", "--format=%A", f"--jobs={job}"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return bool(answer.stdout.strip()) or (answer.returncode != 0 and "Invalid job id" not in answer.stderr)
+
+
 def release(data_dir: Path) -> None:
     """Remove what is staged, and the folder if that leaves it empty, unless other jobs use it."""
     with contextlib.suppress(FileNotFoundError), lock(data_dir, create=False):
-        jobs = data_dir / "jobs"
-        (jobs / os.environ.get("SLURM_JOB_ID", "none")).unlink(missing_ok=True)
-        if jobs.exists() and any(jobs.iterdir()):
+        jobs, mine = data_dir / "jobs", os.environ.get("SLURM_JOB_ID")
+        if mine:
+            (jobs / mine).unlink()  # this job has staged nothing here where there is no such file
+        if jobs.exists() and any(is_running(job.name) for job in jobs.iterdir()):
             return
         discard(data_dir)
         shutil.rmtree(jobs, ignore_errors=True)

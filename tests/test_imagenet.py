@@ -32,9 +32,11 @@ def weights(result: Result) -> str:
     assert all(told[epoch] == numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)), result
     assert sorted(told) == [str(i + 1) for i in range(len(told))], result
     for _, train_accuracy, _, valid_accuracy in told.values():
-        assert train_accuracy in {f"{100 * correct / TRAINING:.2f}" for correct in range(TRAINING + 1)}
-        assert valid_accuracy in {f"{100 * correct / VALIDATION:.2f}" for correct in range(VALIDATION + 1)}
-    ((sha, _commit),) = set(WEIGHTS_LINE.findall(result.output))  # a job may be killed after its last line, too
+        assert f"{train_accuracy}%" in {f"{correct / TRAINING:.2%}" for correct in range(TRAINING + 1)}
+        assert f"{valid_accuracy}%" in {f"{correct / VALIDATION:.2%}" for correct in range(VALIDATION + 1)}
+    ((sha, _commit),) = set(
+        WEIGHTS_LINE.findall(result.output)
+    )  # a job may be killed after its last line, too
     return sha
 
 
@@ -123,11 +125,10 @@ def test_time_limit(user):
 
 def test_stopped_again_and_again(user, undisturbed):
     job = user.train(*EPOCHS, "--save-steps=3")
-    for event in (r"^World size 2: ", r"^Epoch 1: "):
-        seen = user.log(job).count("requeued")
-        user.until(job, event)
+    for requeues, event in enumerate(["*-step-000003.pt", "epoch-002-*"], 1):
+        user.until_file(job, event)
         user.warn(job)
-        user.until_found(job, lambda seen=seen: user.log(job).count("requeued") > seen + 1, "a requeue", 60)
+        user.until(job, f"^Job .* requeued {requeues} times$")
     assert weights(user.wait(job)) == undisturbed
     assert user.show(job)["Restarts"] == "2"
 
@@ -150,7 +151,7 @@ def test_killed(user, undisturbed, moment):
 
 
 def test_other_numbers_of_ranks(user, undisturbed, tmp_path):
-    """8 ranks, then 4, then 8: each counts the samples of its steps, and the sums are those of whole epochs."""
+    """8 ranks, then 4, then 8: the epoch lines count every sample of an epoch's whole batches."""
     eight = [*TWO, "--ntasks-per-node=4", "--gpus-per-node=4"]
     arguments = ["--epochs=3", "--save-steps=2", f"--checkpoint-dir={tmp_path}"]
     for flags, file in (
@@ -163,6 +164,20 @@ def test_other_numbers_of_ranks(user, undisturbed, tmp_path):
     result = user.wait(user.train(*arguments, flags=eight))
     weights(result)
     assert "World size 8: 4 steps an epoch, 8 x 5 samples each, of 160; 24 to validate" in result.output
+
+
+def test_warned_before_training(user):
+    """A time limit that leaves no time to train is said, and is no reason to try again."""
+    job = user.train(*EPOCHS)
+    user.until_found(
+        job, lambda: user.kill("node2", "prepare_data.py", signal.SIGSTOP) == 0, "staging", 60, 0.005
+    )
+    user.warn(job)
+    result = user.wait(job)
+    assert result.state == "FAILED", result
+    (message,) = re.findall(r"^job.sh: error: .*", result.output, re.MULTILINE)
+    assert message == "job.sh: error: the time limit came before the training had begun: ask for more --time"
+    assert user.show(job)["Restarts"] == "0"
 
 
 def test_cancelled(user):
@@ -193,9 +208,11 @@ def test_array(user):
     shared = "/tmp/shared data"
     flags = [*TWO, "--nodes=1", "--nodelist=node1", "--array=1-2"]
     array = user.train("--epochs=1", flags=flags, DATA_DIR=shared)
-    jobs = user.run(["squeue", "--noheader", "--array", "--format=%A", f"--jobs={array}"]).output.split()
+    tasks = user.run(["squeue", "--noheader", "--array", "--format=%i %A", f"--jobs={array}"]).output.split()
+    jobs = dict(zip(tasks[::2], tasks[1::2], strict=True))
     assert len(jobs) == 2
-    results = [user.wait(job) for job in jobs]
+    states = [user.wait(task).state for task in jobs]
+    results = [Result(user.log(job), 0, state, job) for job, state in zip(jobs.values(), states, strict=True)]
     assert len({weights(result) for result in results}) == 2  # of two seeds
     told = "".join(result.output for result in results)
     assert told.count("node1: staged ") == 1
@@ -210,10 +227,10 @@ def test_a_rank_that_hangs(user):
     job = user.train("--epochs=200", "--timeout=8")
     user.until(job, r"^Epoch 1: ")
     assert user.kill("node2", "main.py", signal.SIGSTOP) == 0
-    user.until(job, r"^rank 1 .*does not answer", timeout=60)
+    user.until(job, r"they wait for rank 1 on node2 \(does not answer", timeout=60)
     user.until(job, r"^Job .* requeued 1 times$")
     output = user.cancel(job).output
-    assert re.search(r"^rank 0 of 2 on node1 has not moved for \d+ s", output, re.MULTILINE), output
+    assert re.search(r"^warning: rank 0 of 2 on node1 has not moved for \d+ s", output, re.MULTILINE), output
     assert "main.py" in output and " in train" in output, output
 
 
