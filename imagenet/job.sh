@@ -31,8 +31,9 @@ on_each_node() { # with all the CPUs that the job has there
 # Only this shell gets the warning before the time limit. main.py takes it on once it has made the file `training`: it
 # saves and ends with status 75. Before that, there is nothing to save.
 warned() {
-    warned=yes
-    if [ -e "$SLURM_TMPDIR/training" ]; then kill -USR1 "$child"; else kill "$child"; fi
+    warned=yes signal=TERM
+    if [ -e "$SLURM_TMPDIR/training" ]; then signal=USR1; fi
+    kill -s "$signal" "${child:-}" || exit 1 # where there is none, it is too late to begin with one
 }
 trap warned USR1
 end() {
@@ -59,6 +60,7 @@ if [ -z "${SLURM_TMPDIR:-}" ]; then
     export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID OWN_TMPDIR=yes
 fi
 export DATA_DIR=${DATA_DIR:-$SLURM_TMPDIR/data}
+IMAGENET_DIR=${IMAGENET_DIR:+$(realpath "$IMAGENET_DIR")} # this script may go elsewhere below
 stage() {
     mkdir -p "$SLURM_TMPDIR"
     rm -f "$SLURM_TMPDIR/training"

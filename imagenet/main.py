@@ -105,9 +105,10 @@ def main() -> None:
     if saved:  # perhaps by another number of GPUs: the global batch stays as it was
         global_batch_size = saved["global_batch_size"]
     steps = count_steps(train_set, global_batch_size)
+    share = f"{world_size} x {global_batch_size / world_size:.4g}"
     logger.info(
-        f"World size {world_size}: {steps} steps an epoch, "
-        f"{world_size} x {global_batch_size / world_size:.4g} samples each, of {len(train_set)}; {len(valid_set)} to validate"
+        f"World size {world_size}: {steps} steps an epoch, {share} samples each, of {len(train_set)}; "
+        f"{len(valid_set)} to validate"
     )
 
     model = build_model(args, len(train_set.pictures.classes)).to(device, memory_format=torch.channels_last)

@@ -15,6 +15,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import socket
@@ -257,7 +258,7 @@ def copy(pool: ProcessPoolExecutor, source: Source, data_dir: Path) -> list[Pict
 
 def copy_part(part: Part, data_dir: Path) -> list[Picture]:
     """Copy a part of an archive; if that is a class of ImageNet, return its pictures."""
-    buffer = memoryview(bytearray(2**20))  # stays in the CPU's cache
+    buffer = memoryview(bytearray(2**17))  # stays in the CPU's cache
     target = part_of(data_dir / part.archive.name)
     with opened(part.archive) as source_file, opened(target, os.O_RDWR) as target_file:
         at = part.start
@@ -516,20 +517,22 @@ def read_tar(file: int, archive: str, start: int, end: int) -> list[Member]:
             raise Problem(f"{archive} ends early, {after}, at byte {at}: fetch it again")
         if header == ZEROS[:512]:
             return members
-        size, checksum, kind = header[124:136].strip(b"\0 "), header[148:156].strip(b"\0 "), header[156:157]
-        # The sum of all bytes, with spaces for its own. adler32 has that modulo 65521, 10 times as quickly.
-        total = int(checksum, 8) + sum(header[148:156]) - 8 * ord(" ") if is_octal(checksum) else -1
-        if (total + 1) % 65521 != zlib.adler32(header) & 0xFFFF or not is_octal(size):
+        try:
+            size, checksum = (int(field.strip(b"\0 "), 8) for field in (header[124:136], header[148:156]))
+        except ValueError:
+            size = checksum = -1
+        # It is the sum of all bytes, with spaces for its own. adler32 has that modulo 65521, and is quick.
+        total = checksum + sum(header[148:156]) - 8 * ord(" ")
+        if size < 0 or (total + 1) % 65521 != zlib.adler32(header) & 0xFFFF:
             raise Problem(f"{archive} is damaged, {after}, at byte {at}: fetch it again")
-        size = int(size, 8)
-        name, prefix = (field.split(b"\0")[0] for field in (header[:100], header[345:500]))
-        if header[257:263] == b"ustar\0" and prefix:
-            name = prefix + b"/" + name
+        kind, name = header[156:157], header[:100].split(b"\0", 1)[0]
+        if header[257:263] == b"ustar\0" and header[345]:
+            name = header[345:500].split(b"\0", 1)[0] + b"/" + name
         if kind in b"Lx":  # the next one's name, as GNU and as POSIX have it
-            long_name = os.pread(file, size, at + 512)
+            long_name = os.pread(file, size, at + 512).rstrip(b"\0")
             if kind == b"x":
-                long_name = pax_path(long_name)
-            long_name = long_name and long_name.rstrip(b"\0")
+                path = re.search(rb"^\d+ path=(.*)$", long_name, re.MULTILINE)
+                long_name = path and path[1]
         elif kind not in b"gK":
             name, long_name = os.fsdecode(long_name or name), None
             check_name(name, archive)
@@ -538,21 +541,6 @@ def read_tar(file: int, archive: str, start: int, end: int) -> list[Member]:
             elif kind != b"5":
                 raise Problem(f"{archive}: {name} is a link or a device, which are refused")
         at += 512 + size + -size % 512
-
-
-def is_octal(field: bytes) -> bool:
-    return field.isdigit() and not set(field) & set(b"89")
-
-
-def pax_path(records: bytes) -> bytes | None:
-    """Return the path from the records "LENGTH KEY=VALUE\\n" of a POSIX header."""
-    while records:
-        length = int(records.split(b" ", 1)[0])
-        key, _, value = records[:length].split(b" ", 1)[1].partition(b"=")
-        if key == b"path":
-            return value[:-1]
-        records = records[length:]
-    return None
 
 
 def read_zip(file: int, archive: Path) -> list[Member]:
