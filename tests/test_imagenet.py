@@ -2,6 +2,7 @@
 
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -30,13 +31,12 @@ def weights(result: Result) -> str:
     # An epoch that was stopped while it was validated is told of again, in the same words.
     told = {epoch: numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)}
     assert all(told[epoch] == numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)), result
-    assert sorted(told) == [str(i + 1) for i in range(len(told))], result
+    assert sorted(map(int, told)) == [i + 1 for i in range(len(told))], result
     for _, train_accuracy, _, valid_accuracy in told.values():
         assert f"{train_accuracy}%" in {f"{correct / TRAINING:.2%}" for correct in range(TRAINING + 1)}
         assert f"{valid_accuracy}%" in {f"{correct / VALIDATION:.2%}" for correct in range(VALIDATION + 1)}
-    ((sha, _commit),) = set(
-        WEIGHTS_LINE.findall(result.output)
-    )  # a job may be killed after its last line, too
+    # A job may be killed after its last line, too.
+    ((sha, _commit),) = set(WEIGHTS_LINE.findall(result.output))
     return sha
 
 
@@ -73,6 +73,10 @@ class User(Jobs):
         """Signal the oldest Python process on a node that has this text in its command line."""
         command = ["pkill", f"-{number.value}", "--oldest", "--full", f"bin/python[^ ]* {text}"]
         return self.run([*self.cluster.namespaces(node), *command]).exit_code
+
+    def kill_all(self, node: str) -> None:
+        """End all that runs Python on a node, as if it had crashed."""
+        self.run([*self.cluster.namespaces(node), "pkill", "-9", "--full", "torchrun|main.py"])
 
     def cancel(self, job: str) -> Result:
         """Cancel a job, and remove what job.sh then leaves, as it says, in the folder that it has made."""
@@ -111,17 +115,18 @@ def undisturbed(user) -> str:
 
 
 def test_the_whole_way(user):
-    """safe_sbatch, staging, training, the time limit, requeue: in the end, the weights of a run not stopped."""
+    """safe_sbatch, staging, training, time limit, requeue, end: the same weights as of a run not stopped."""
     # Links to uv's cache: the nodes' disks here are smaller than the environment.
-    submit = ["./safe_sbatch", *TWO, "--parsable", f"--output={user.logs}/%j.out", "--signal=B:USR1@20"]
-    command = [*submit, "--time=10", "job.sh", *TINY, "--epochs=25"]
-    jobs = []
-    for _ in range(2):
+    flags = [*TWO, "--parsable", f"--output={user.logs}/%j.out", "--signal=B:USR1@20", "--time=10"]
+    command = ["./safe_sbatch", *flags, "job.sh", *TINY, "--epochs=25"]
+
+    def submit() -> str:
         result = user.run(command, "imagenet", UV_LINK_MODE="symlink")
         assert result.exit_code == 0, result
-        jobs.append(result.output.split()[-1])
-    undisturbed = weights(user.wait(jobs[0]))
-    job = jobs[1]
+        return result.output.split()[-1]
+
+    undisturbed = weights(user.wait(submit()))
+    job = submit()
     user.until(job, r"^Epoch 1: ")
     assert user.run(["scontrol", "update", f"job={job}", "TimeLimit=1"]).exit_code == 0
     user.until(job, r"^Asked to stop: saved step \d+ of epoch \d+", timeout=100)
@@ -163,19 +168,18 @@ def test_killed(user, undisturbed, moment):
     assert user.show(job)["Restarts"] == "1"
 
 
-def test_other_numbers_of_ranks(user, undisturbed, tmp_path):
+def test_other_numbers_of_ranks(user, tmp_path):
     """8 ranks, then 4, then 8: the epoch lines count every sample of an epoch's whole batches."""
     eight = [*TWO, "--ntasks-per-node=4", "--gpus-per-node=4"]
     arguments = ["--epochs=3", "--save-steps=2", f"--checkpoint-dir={tmp_path}"]
-    for flags, file in (
-        (eight, "epoch-001-step-000002.pt"),
-        (["--nodes=1", *eight], "epoch-002-step-000002.pt"),
-    ):
+    stops = [(eight, "epoch-001-step-000002.pt"), (["--nodes=1", *eight], "epoch-002-step-000002.pt")]
+    output = ""
+    for flags, file in stops:
         job = user.train(*arguments, flags=flags)
         user.until_found(job, lambda file=file: (tmp_path / file).exists(), file, 120)
-        user.cancel(job)
+        output += user.cancel(job).output
     result = user.wait(user.train(*arguments, flags=eight))
-    weights(result)
+    weights(Result(output + result.output, result.exit_code, result.state, result.job))
     assert "World size 8: 4 steps an epoch, 8 x 5 samples each, of 160; 24 to validate" in result.output
 
 
@@ -218,21 +222,17 @@ def test_salloc(user, tmp_path):
 
 def test_array(user):
     """Two tasks of an array on one node stage once, and have a checkpoint folder and a seed each."""
-    shared = "/tmp/shared data"
-    flags = [*TWO, "--nodes=1", "--nodelist=node1", "--array=1-2"]
-    array = user.train("--epochs=1", flags=flags, DATA_DIR=shared)
-    tasks = user.run(["squeue", "--noheader", "--array", "--format=%i %A", f"--jobs={array}"]).output.split()
-    jobs = dict(zip(tasks[::2], tasks[1::2], strict=True))
-    assert len(jobs) == 2
-    states = [user.wait(task).state for task in jobs]
-    results = [Result(user.log(job), 0, state, job) for job, state in zip(jobs.values(), states, strict=True)]
+    shared, folders = "/tmp/shared data", set(user.checkpoints("").iterdir())
+    flags = ["--nodes=1", "--nodelist=node1", "--array=1-2", f"--output={user.logs}/%A_%a.out"]
+    array = user.train("--epochs=1", flags=[*TWO, *flags], DATA_DIR=shared)
+    results = [user.wait(f"{array}_{task}") for task in (1, 2)]
     assert len({weights(result) for result in results}) == 2  # of two seeds
     told = "".join(result.output for result in results)
     assert told.count("node1: staged ") == 1
-    assert all((user.checkpoints(job) / "best.pt").exists() for job in jobs)
-    assert (
-        user.run([*user.cluster.namespaces("node1"), "ls", shared]).exit_code != 0
-    )  # the last has removed it
+    made = set(user.checkpoints("").iterdir()) - folders
+    assert [(folder / "best.pt").exists() for folder in made] == [True, True]
+    # The last one to leave has removed it.
+    assert user.run([*user.cluster.namespaces("node1"), "ls", shared]).exit_code != 0
 
 
 def test_a_rank_that_hangs(user):
@@ -245,6 +245,45 @@ def test_a_rank_that_hangs(user):
     output = user.cancel(job).output
     assert re.search(r"^warning: rank 0 of 2 on node1 has not moved for \d+ s", output, re.MULTILINE), output
     assert "main.py" in output and " in train" in output, output
+
+
+def test_torchrun_elastic(user, tmp_path):
+    """A node is lost and comes back: the other one goes on alone meanwhile, from the newest checkpoint."""
+    elastic = "--nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=1".split()
+    data = ["--synthetic", "--limit-train-samples=160", f"--checkpoint-dir={tmp_path / 'checkpoints'}"]
+    script = ["--rdzv-endpoint=node1:29500", "main.py", *TINY, *data, "--epochs=400"]
+    log = tmp_path / "log"
+    # Else PyTorch 2.15's first agent keeps the address of its store to itself, and nobody can join.
+    env = user.env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+
+    def start(node: str) -> subprocess.Popen:
+        command = [*user.cluster.namespaces(node), "uv", "run", "--no-sync", "torchrun", *elastic, *script]
+        with log.open("a") as file:
+            return subprocess.Popen(
+                command, cwd=user.clone / "imagenet", env=env, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def until(pattern: str) -> None:
+        deadline = time.monotonic() + 150
+        while not re.search(pattern, text := log.read_text(), re.DOTALL):
+            assert time.monotonic() < deadline, f"no {pattern} in\n{text}"
+            time.sleep(0.1)
+
+    agents = [start("node1"), start("node2")]
+    try:
+        alone, both = "World size 1: 32 steps", "World size 2: 16 steps"
+        until(f"{both}.*Epoch 1:")
+        user.kill_all("node2")
+        # Alone, with the global batch of two.
+        until(f"{both}.*Resuming from .*World size 1: 16 steps an epoch, 1 x 10 samples each.*Epoch")
+        agents.append(start("node2"))
+        until(f"{both}.*World size 1: .*Resuming from .*{both}.*Epoch")
+        assert alone not in log.read_text()
+    finally:
+        for node in ("node1", "node2"):
+            user.kill_all(node)
+        for agent in agents:
+            agent.wait()
 
 
 @pytest.mark.parametrize(

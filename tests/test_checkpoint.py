@@ -1,0 +1,952 @@
+"""What imagenet/checkpoint.py writes, reads back and refuses: real files, real damage, real process groups.
+
+One rank is this process, in a process group of its own; several are processes (gloo). Folders that are full
+or read-only are file systems mounted for it.
+"""
+
+import copy
+import errno
+import fcntl
+import importlib
+import importlib.util
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RECIPE = {"model": "tiny", "seed": 0, "batch_size": 4}
+
+pytestmark = pytest.mark.timeout(120)
+
+sys.path.append(str(REPOSITORY / "imagenet"))  # where main.py finds the modules beside it
+checkpoint = importlib.import_module("checkpoint")
+
+
+# Ranks
+
+
+def forkserver():
+    """Return what starts processes that have imported all this once; importing takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    slow = ["torch._dynamo", "torch.profiler", "torch.utils.tensorboard", "torchvision", "tqdm", "scipy.io"]
+    context.set_forkserver_preload(["test_checkpoint", "test_imagenet_training", "test_monitor", *slow])
+    return context
+
+
+def run_ranks(world_size: int, work, *args, timeout: float = 60) -> list:
+    """Return, in the order of the ranks, what `work(*args)` returned on each, in a process group."""
+    context = forkserver()
+    with tempfile.TemporaryDirectory() as folder:
+        job = (world_size, folder, work, args)
+        processes = [context.Process(target=run_rank, args=(r, *job)) for r in range(world_size)]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+        assert [process.exitcode for process in processes] == [0] * world_size
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+
+
+def run_rank(rank: int, world_size: int, folder: str, work, args: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store, timeout = f"file://{folder}/store", timedelta(seconds=60)
+    dist.init_process_group("gloo", store, timeout, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    torch.save(work(*args), Path(folder, f"{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def rank0():
+    """This process is the only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# Runs and their checkpoints
+
+
+def build_run(seed: int = 0, steps: int = 3) -> checkpoint.Run:
+    """Return a small run that has made some steps, with momentum, statistics and a learning rate to keep."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5))
+    model = model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
+    run = checkpoint.Run(model, optimizer, scheduler, RECIPE, 4)
+    train(run, steps)
+    return run
+
+
+def train(run: checkpoint.Run, steps: int) -> None:
+    for _ in range(steps):
+        torch.manual_seed(run.step)
+        run.model(torch.randn(4, 3, 4, 4)).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.scheduler.step()
+        run.step += 1
+        run.metrics += torch.tensor([0.1, 1, 4])
+
+
+def same(one, other) -> bool:
+    """Return whether two nested dicts and lists hold the same names, numbers, types, shapes and bytes."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+@contextmanager
+def opened(folder: Path, keep: int = 3, recipe: dict = RECIPE):
+    """Give the checkpoints in a folder, and the newest one; let go of the folder at the end."""
+    checkpoints = checkpoint.Checkpoints(folder, keep)
+    try:
+        yield checkpoints, checkpoints.load(recipe)
+    finally:
+        checkpoints._wait()
+        if hasattr(checkpoints, "lock"):
+            checkpoints.lock.close()
+
+
+def load(folder: Path, recipe: dict = RECIPE) -> dict | None:
+    with opened(folder, recipe=recipe) as (_, state):
+        return state
+
+
+def write(folder: Path, *states: dict, keep: int = 3) -> None:
+    """Make checkpoints of these states, in a folder that may have some."""
+    with opened(folder, keep) as (checkpoints, _):
+        for state in states:
+            checkpoints.save(state)
+        checkpoints.finish()
+
+
+def draw(epoch: int, step: int, kilobytes: int = 1, recipe: dict = RECIPE) -> dict:
+    """Return a state for a checkpoint of about that size."""
+    generator = torch.Generator().manual_seed(100 * epoch + step)
+    weights = torch.randn(kilobytes * 256, generator=generator)
+    return {"model": {"weight": weights}, "recipe": recipe, "epoch": epoch, "step": step}
+
+
+def names(folder: Path) -> list[str]:
+    """Return the checkpoints in a folder, and what else is there of them."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in ("lock", "starts"))
+
+
+def warnings(caplog) -> list[str]:
+    """Return what has been said that is not mere information, since this was last asked."""
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    caplog.clear()
+    return lines
+
+
+@contextmanager
+def mounted(folder: Path, options: str):
+    """Mount a file system in memory on a folder."""
+    if os.geteuid() != 0:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("mounting needs root")
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True, timeout=20)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True, timeout=20)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder with room for three checkpoints of 300 KB, and not for four."""
+    with mounted(tmp_path / "small", "size=1m"):
+        yield tmp_path / "small"
+
+
+# What a checkpoint holds
+
+
+def test_a_run_goes_on_as_if_never_stopped(tmp_path, rank0):
+    """Weights, statistics, momentum, learning rate and place in the epoch: all that follows is the same."""
+    run = build_run(steps=5)
+    run.epoch, run.best_accuracy = 2, 0.25
+    write(tmp_path, run.state_dict())
+    train(run, 4)
+
+    resumed = build_run(seed=1, steps=0)
+    resumed.load_state_dict(load(tmp_path))
+    assert (resumed.epoch, resumed.step, resumed.best_accuracy) == (2, 5, 0.25)
+    assert resumed.metrics.tolist() == pytest.approx([0.5, 5, 20])
+    assert resumed.model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    train(resumed, 4)
+    assert same(resumed.state_dict(), run.state_dict())
+    assert checkpoint.digest(resumed.model.state_dict()) == checkpoint.digest(run.model.state_dict())
+
+
+def test_a_new_epoch_starts_at_its_first_step():
+    run = build_run()
+    before = run.metrics
+    run.start_epoch(4)
+    assert (run.epoch, run.step, run.metrics.tolist()) == (4, 0, [0, 0, 0])
+    assert before.tolist() == pytest.approx([0.3, 3, 12])  # of the epoch before, for whoever has kept it
+
+
+def test_nothing_there(tmp_path, rank0, caplog):
+    """The first start makes the folder, and begins with the first step."""
+    assert load(tmp_path / "a folder" / "of its own") is None
+    assert names(tmp_path / "a folder" / "of its own") == []
+    assert not warnings(caplog)
+
+
+def test_saving_does_not_wait_for_the_disk(tmp_path, rank0):
+    """Training goes on at once, and what it does then to the same tensors does not reach the file."""
+    state = draw(1, 1, kilobytes=64 * 1024)
+    state["nested"] = [{"tensors": (torch.ones(3), torch.zeros(2))}]
+    right = copy.deepcopy(state)
+    with opened(tmp_path) as (checkpoints, _):
+        checkpoints.save(state)
+        assert not list(tmp_path.glob("epoch-*.pt")) and not checkpoints.pending.done()
+        state["model"]["weight"].zero_()
+        state["nested"][0]["tensors"][0].zero_()
+        state["step"] = 2
+        checkpoints.finish()
+    assert names(tmp_path) == ["epoch-001-step-000001.pt"]
+    saved = load(tmp_path)
+    assert torch.equal(saved["model"]["weight"], right["model"]["weight"])
+    assert saved["nested"][0]["tensors"][0].tolist() == [1, 1, 1]
+    assert saved["step"] == 1
+
+
+def test_age(tmp_path, rank0):
+    """The time between checkpoints counts from the beginning of one to that of the next."""
+    with opened(tmp_path) as (checkpoints, _):
+        before, started = checkpoints.age(), time.monotonic()
+        checkpoints.save(draw(1, 1, kilobytes=1024))
+        checkpoints.finish()
+        assert before >= 0
+        assert 0 < checkpoints.age() <= time.monotonic() - started
+
+
+def test_the_last_ones_are_kept(tmp_path, rank0):
+    """Old ones are deleted, epoch by epoch and step by step, only after the new one is there."""
+    write(tmp_path, draw(1, 5), draw(1, 10), draw(2, 1), draw(2, 2), keep=2)
+    assert names(tmp_path) == ["epoch-002-step-000001.pt", "epoch-002-step-000002.pt"]
+    write(tmp_path, draw(10, 1), keep=2)
+    assert names(tmp_path) == ["epoch-002-step-000002.pt", "epoch-010-step-000001.pt"]
+    assert load(tmp_path)["epoch"] == 10
+
+
+def test_the_newest_has_the_highest_numbers(tmp_path, rank0):
+    """Also beyond the digits that a file's name has at least."""
+    write(tmp_path, draw(999, 1), draw(1000, 1), keep=2)
+    assert load(tmp_path)["epoch"] == 1000
+    write(tmp_path, draw(1001, 999_999), draw(1001, 1_000_000), keep=2)
+    assert load(tmp_path)["step"] == 1_000_000
+
+
+def test_the_best_one_stays(tmp_path, rank0):
+    """best.pt outlives the file it was, is replaced by a better one, and is a plain file for torch.load."""
+    run = build_run()
+    with opened(tmp_path, keep=2) as (checkpoints, _):
+        for epoch in range(1, 6):
+            run.epoch = epoch
+            train(run, 1)
+            checkpoints.save(run.state_dict())
+            if epoch in (1, 2):
+                best = copy.deepcopy(run.state_dict())
+                checkpoints.mark_best(run.epoch, run.step)
+        checkpoints.finish()
+    files = ["best.pt", "epoch-004-step-000007.pt", "epoch-005-step-000008.pt"]
+    assert names(tmp_path) == files
+    plain = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert plain["epoch"] == 2
+    assert same(dict(plain["model"]), dict(best["model"]))
+    model = build_run(seed=1).model
+    assert model.load_state_dict(plain["model"]) == model.load_state_dict(best["model"])
+
+
+def test_the_best_one_is_there_once_on_disk(tmp_path, rank0):
+    """Marking writes no bytes, and an unfinished one of before is no obstacle."""
+    with opened(tmp_path) as (checkpoints, _):
+        (tmp_path / "best.pt").write_text("an older one")
+        checkpoints.save(draw(1, 1))
+        checkpoints.mark_best(1, 1)
+        checkpoints.finish()
+    assert (tmp_path / "best.pt").samefile(tmp_path / "epoch-001-step-000001.pt")
+
+
+# Interrupted writing
+
+
+def save_without_end(folder: Path) -> None:
+    state = draw(1, 0, kilobytes=64 * 1024)
+    with opened(folder, keep=100) as (checkpoints, _):
+        while True:
+            state["step"] += 1
+            checkpoints.save(state)
+
+
+def test_killed_while_writing(tmp_path, rank0, caplog):
+    """Whenever the process is killed, what has a checkpoint's name is whole; the next start tidies up."""
+    for attempt in range(10):
+        folder = tmp_path / str(attempt)
+        process = forkserver().Process(target=run_rank, args=(0, 1, tmp_path, save_without_end, (folder,)))
+        (tmp_path / "store").unlink(missing_ok=True)
+        process.start()
+        deadline = time.monotonic() + 60
+        while not list(folder.glob("*2.pt.partial")):
+            assert time.monotonic() < deadline and process.is_alive()
+        process.kill()
+        process.join()
+        left = names(folder)
+        state = load(folder)
+        assert not warnings(caplog)
+        assert names(folder) == [name for name in left if name.endswith(".pt")]
+        assert f"epoch-001-step-{state['step']:06}.pt" == names(folder)[-1]
+        shutil.rmtree(folder)
+        if "epoch-001-step-000002.pt.partial" in left:
+            return
+    pytest.fail("never killed in the middle of a file")
+
+
+def test_leftovers_of_a_killed_run_are_removed(tmp_path, rank0):
+    for name in ("epoch-001-step-000002.pt", "best.pt", "writable"):
+        (tmp_path / f"{name}.partial").write_bytes(b"half")
+    assert load(tmp_path) is None
+    assert names(tmp_path) == []
+
+
+# Damage
+
+
+def flip(path: Path, byte: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def find_data(path: Path) -> int:
+    """Return where in a file the bytes of its largest tensor begin."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda info: info.file_size)
+    header = path.read_bytes()[largest.header_offset :][:30]
+    name, extra = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
+    return largest.header_offset + 30 + name + extra
+
+
+def find_name(path: Path) -> int:
+    """Return where in a file the name of its weights is written."""
+    return path.read_bytes().index(b"weight")
+
+
+DAMAGE = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "emptied": lambda path: os.truncate(path, 0),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "bit of a weight": lambda path: flip(path, find_data(path) + 101),
+    "bit of a name": lambda path: flip(path, find_name(path)),
+    "text": lambda path: path.write_text("not a checkpoint\n"),
+    "another torch file": lambda path: torch.save([1, 2], path),
+    "no checksum": lambda path: torch.save(draw(1, 2), path),
+    "another checksum": lambda path: torch.save(draw(1, 2) | {"sha256": "0" * 64}, path),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged(damage, tmp_path, rank0, caplog):
+    """The one before is used, and one line says which file is damaged, and how. It stays for a look at it."""
+    older, newer = draw(1, 1), draw(1, 2)
+    write(tmp_path, older, newer)
+    newest = tmp_path / "epoch-001-step-000002.pt"
+    DAMAGE[damage](newest)
+    assert same(load(tmp_path), older)
+    (line,) = warnings(caplog)
+    head = f"warning: {newest} is damaged, trying the one before: "
+    assert line.startswith(head) and len(line) > len(head) + 3 and "\n" not in line
+    if damage == "bit of a weight":
+        assert line == f"{head}its content does not match its SHA-256"
+    assert names(tmp_path) == ["epoch-001-step-000001.pt", "epoch-001-step-000002.pt.damaged"]
+    # The next start finds nothing to complain of, and the run comes by the same step again.
+    assert same(load(tmp_path), older)
+    write(tmp_path, newer)
+    assert same(load(tmp_path), newer)
+    assert not warnings(caplog)
+
+
+def test_any_flipped_bit(tmp_path, rank0, caplog):
+    """Wherever a bit is flipped, what is loaded is exactly what was saved, or the checkpoint before."""
+    older, newer = draw(1, 1), draw(1, 2)
+    write(tmp_path, older, newer)
+    newest = tmp_path / "epoch-001-step-000002.pt"
+    whole, rng = newest.read_bytes(), random.Random(0)
+    fallen_back = 0
+    for byte in sorted(rng.sample(range(len(whole)), 400)):
+        newest.write_bytes(whole)
+        flip(newest, byte, rng.randrange(8))
+        state = load(tmp_path)
+        fallen_back += same(state, older)
+        assert same(state, newer if newest.exists() else older), f"byte {byte}"
+        assert len(warnings(caplog)) == (not newest.exists())
+        (tmp_path / "epoch-001-step-000002.pt.damaged").unlink(missing_ok=True)
+    assert fallen_back > 100  # the weights are a fifth of the file, and all of theirs count
+
+
+def test_two_damaged(tmp_path, rank0, caplog):
+    write(tmp_path, draw(1, 1), draw(1, 2), draw(1, 3))
+    for step in (2, 3):
+        os.truncate(tmp_path / f"epoch-001-step-{step:06}.pt", 100)
+    assert load(tmp_path)["step"] == 1
+    assert [re.findall(r"step-(\d+)", line) for line in warnings(caplog)] == [["000003"], ["000002"]]
+
+
+def test_all_damaged(tmp_path, rank0):
+    """It is refused to begin anew in silence, also the next time, until someone has had a look."""
+    write(tmp_path, draw(1, 1), draw(1, 2))
+    for path in tmp_path.glob("*.pt"):
+        os.truncate(path, 100)
+    for _ in range(2):
+        with pytest.raises(checkpoint.RunError) as refusal:
+            load(tmp_path)
+        assert str(refusal.value) == (
+            f"no whole checkpoint is left in {tmp_path}: remove the damaged ones there to start anew"
+        )
+    for path in tmp_path.glob("*.damaged"):
+        path.unlink()
+    assert load(tmp_path) is None
+
+
+class Command:
+    """Pickled, this is a call of os.system when it is loaded."""
+
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("form", ["torch.save", "pickle"])
+def test_code_is_not_run(form, tmp_path, rank0, caplog):
+    """A file with code in it, as pickle allows, is reported as damaged, and its code is not run."""
+    write(tmp_path, draw(1, 1))
+    state = draw(1, 2) | {"optimizer": Command(f"touch '{tmp_path}/executed'")}
+    path = tmp_path / "epoch-001-step-000002.pt"
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(state))
+    else:
+        torch.save(state, path)
+    assert load(tmp_path)["step"] == 1
+    (line,) = warnings(caplog)
+    assert str(path) in line and "weights only" in line.lower()
+    assert "set to `False`" not in line  # torch's advice is to load it all the same
+    assert "executed" not in names(tmp_path)
+
+
+# Another run's checkpoint
+
+
+@pytest.mark.parametrize(
+    "recipe, difference",
+    [
+        (RECIPE | {"seed": 1}, "seed 0, not 1"),
+        (RECIPE | {"model": "resnet50"}, "model tiny, not resnet50"),
+        (RECIPE | {"seed": 1, "batch_size": 8}, "seed 0, not 1; batch_size 4, not 8"),
+        (RECIPE | {"accumulate": 1}, "accumulate None, not 1"),  # of an older main.py
+        ({"model": "tiny", "seed": 0}, "batch_size 4, not None"),
+    ],
+)
+def test_another_recipe(recipe, difference, tmp_path, rank0):
+    """It is refused to go on with other settings; what differs is said, and the files stay."""
+    write(tmp_path, draw(1, 1))
+    with pytest.raises(checkpoint.RunError) as refusal:
+        load(tmp_path, recipe)
+    path = tmp_path / "epoch-001-step-000001.pt"
+    assert str(refusal.value) == (
+        f"{path} is of another run, with {difference}: go on as it began, or choose another --checkpoint-dir"
+    )
+    assert load(tmp_path)["step"] == 1
+
+
+def test_recipe():
+    """What may not change during a run, and only that: not the number of workers, say, or of ranks."""
+    settings = {
+        "model": "resnet18",
+        "image_size": 32,
+        "epochs": 3,
+        "batch_size": 4,
+        "accumulate": 2,
+        "learning_rate": 0.1,
+        "weight_decay": 0.0,
+        "seed": 1,
+        "sync_batchnorm": False,
+    }
+    others = {"workers": 3, "compile": True, "keep": 9, "timeout": 5, "save_steps": 2, "data_dir": "elsewhere"}
+    data = type("Data", (), {"__len__": lambda self: 99, "pictures": SimpleNamespace(fingerprint="1a2b")})
+    recipe = checkpoint.get_recipe(SimpleNamespace(**settings, **others), data())
+    assert recipe == settings | {"samples": 99, "fingerprint of the data": "1a2b"}
+
+
+def lose(run, state):
+    del state["model"]["3.bias"]
+    return "3.bias"
+
+
+def add(run, state):
+    state["model"]["4.weight"] = torch.ones(2)
+    return "4.weight"
+
+
+def reshape(run, state):
+    state["model"]["3.weight"] = torch.ones(5, 17)
+    return "[5, 17]"
+
+
+def lose_all(run, state):
+    del state["optimizer"]
+    return "optimizer"
+
+
+def regroup(run, state):
+    parameters = list(run.model.parameters())
+    run.optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
+    return "group"
+
+
+@pytest.mark.parametrize("change", [lose, add, reshape, lose_all, regroup])
+def test_a_checkpoint_that_does_not_fit(change, tmp_path, rank0):
+    """It is refused in one line, which names what is missing, too many, or of another shape."""
+    run = build_run()
+    state = copy.deepcopy(run.state_dict())
+    name = change(run, state)
+    with pytest.raises(checkpoint.RunError) as refusal:
+        run.load_state_dict(state)
+    line = str(refusal.value)
+    assert line.startswith("the checkpoint does not fit --model tiny: ") and name in line
+    assert "\n" not in line and len(line) < 400
+
+
+def test_a_lock_is_waited_for(tmp_path, rank0, caplog):
+    """A job that was just killed may still hold the folder: its successor says so, and waits for its end."""
+    write(tmp_path, draw(1, 1))
+    log = tmp_path / "said"
+    ready, held = multiprocessing.Pipe(duplex=False)
+    holder = forkserver().Process(target=hold, args=(tmp_path, held, log))
+    holder.start()
+    assert ready.poll(60) and ready.recv() == "held"
+    (line,) = load_and_say(tmp_path, log, caplog)
+    assert line == f"warning: another run writes to {tmp_path}: waiting a minute for its end"
+    holder.join(30)
+    assert holder.exitcode == 0
+
+
+def hold(folder: Path, held, log: Path) -> None:
+    """Hold the lock of a folder until whoever waits for it has said so."""
+    with open(folder / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        held.send("held")
+        deadline = time.monotonic() + 60
+        while not log.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def load_and_say(folder: Path, log: Path, caplog) -> list[str]:
+    """Load, and make the file `log` when something is said."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: log.touch()
+    checkpoint.logger.addHandler(handler)
+    try:
+        assert load(folder)["step"] == 1
+    finally:
+        checkpoint.logger.removeHandler(handler)
+    return warnings(caplog)
+
+
+def test_a_job_array_does_not_share_a_folder(monkeypatch):
+    """Each job has a folder of its own, which stays its own when Slurm starts it again."""
+    for name in ("SCRATCH", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert checkpoint.default_checkpoint_dir() == Path("checkpoints/none")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a/b")
+    assert checkpoint.default_checkpoint_dir() == Path("checkpoints/a-b")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert checkpoint.default_checkpoint_dir() == Path("checkpoints/17")
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    assert checkpoint.default_checkpoint_dir() == Path("/scratch/me/checkpoints/17")
+
+
+def test_work_dir(tmp_path, monkeypatch, rank0):
+    """Checkpoints go where the job was submitted, also if the code runs from a copy that will be gone."""
+    monkeypatch.setenv("WORK_DIR", str(tmp_path / "submitted from"))
+    write(Path("checkpoints"), draw(1, 1))
+    assert names(tmp_path / "submitted from" / "checkpoints") == ["epoch-001-step-000001.pt"]
+    write(tmp_path / "absolute", draw(1, 1))
+    assert names(tmp_path / "absolute") == ["epoch-001-step-000001.pt"]
+
+
+# Folders that cannot be used
+
+
+def test_read_only_folder(tmp_path, rank0):
+    """It is found out at the start, not at the first checkpoint hours later."""
+    folder = tmp_path / "read only"
+    with mounted(folder, "ro"):
+        with pytest.raises(checkpoint.RunError, match="Read-only file system") as refusal:
+            load(folder)
+        assert str(folder) in str(refusal.value)
+
+
+def test_folder_that_becomes_read_only(tmp_path, rank0):
+    """The same where there are checkpoints to go on from."""
+    folder = tmp_path / "read only"
+    with mounted(folder, "size=1m"):
+        write(folder, draw(1, 1))
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True, timeout=20)
+        with pytest.raises(checkpoint.RunError, match="Read-only file system") as refusal:
+            load(folder)
+        assert str(folder) in str(refusal.value)
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints"])
+def test_folder_that_is_a_file(inside, tmp_path, rank0):
+    (tmp_path / "file").touch()
+    with pytest.raises(checkpoint.RunError) as refusal:
+        load(tmp_path / "file" / inside)
+    assert str(tmp_path / "file") in str(refusal.value)
+
+
+# A full disk
+
+
+def test_full_disk(small_disk, rank0, caplog):
+    """A checkpoint that does not fit is an error in the log, and no more: the older ones stay whole."""
+    with opened(small_disk, keep=9) as (checkpoints, _):
+        for step in (1, 2, 3):
+            checkpoints.save(draw(1, step, kilobytes=300))
+        checkpoints.finish()
+        for step in (4, 5):
+            checkpoints.save(draw(1, step, kilobytes=300))
+            with pytest.raises(checkpoint.RunError, match="the last checkpoint is not on disk: cannot write "):
+                checkpoints.finish()
+            (line,) = warnings(caplog)
+            path = small_disk / f"epoch-001-step-{step:06}.pt"
+            assert line.startswith(f"error: cannot write {path}: ")
+            assert line.endswith("; training goes on, the checkpoints before it stay") and "\n" not in line
+        assert names(small_disk) == [f"epoch-001-step-{step:06}.pt" for step in (1, 2, 3)]
+        # Someone makes room: the next one is written, and all is well.
+        (small_disk / "epoch-001-step-000001.pt").unlink()
+        checkpoints.save(draw(1, 6, kilobytes=300))
+        checkpoints.finish()
+    assert not warnings(caplog)
+    assert same(load(small_disk), draw(1, 6, kilobytes=300))
+
+
+def fill(folder: Path) -> None:
+    """Leave no byte of room in a file system."""
+    file = os.open(folder / "filler", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with pytest.raises(OSError) as full:
+        while True:
+            os.write(file, bytes(4096))
+    os.close(file)
+    assert full.value.errno == errno.ENOSPC
+
+
+def test_full_disk_at_the_start(small_disk, rank0):
+    """It is refused in a line that says where there is no room left."""
+    with opened(small_disk):
+        pass
+    (small_disk / "starts").unlink()  # its next line would have room in the block of the first
+    fill(small_disk)
+    with pytest.raises(checkpoint.RunError, match="No space left") as refusal:
+        load(small_disk)
+    assert str(small_disk) in str(refusal.value)
+
+
+def finish_on_full_disk(folder: Path) -> list[str]:
+    """Return what each rank is told by load() in a file's folder, and by finish() on a full disk."""
+    told = []
+    for place in (folder / "file", folder):
+        checkpoints = checkpoint.Checkpoints(place, 9)
+        try:
+            checkpoints.load(RECIPE)
+            checkpoints.save(draw(1, 1, kilobytes=2000))
+            checkpoints.finish()
+        except checkpoint.RunError as error:
+            told.append(str(error))
+    return told
+
+
+def test_every_rank_is_told(small_disk):
+    """What only rank 0 sees ends all ranks, with the same words: none waits for the others."""
+    (small_disk / "file").touch()
+    first, second = run_ranks(2, finish_on_full_disk, small_disk)
+    assert first == second
+    assert [line.startswith("the last checkpoint is not on disk: ") for line in first] == [False, True]
+    assert str(small_disk / "file") in first[0]
+
+
+def load_on_ranks(folder: Path) -> tuple:
+    checkpoints = checkpoint.Checkpoints(folder, 9)
+    state = checkpoints.load(RECIPE)
+    age = checkpoints.age()
+    # Ranks other than 0 may call all this, and it does nothing.
+    checkpoints.save(draw(1, 10 + dist.get_rank()))
+    checkpoints.mark_best(1, 10)
+    checkpoints.finish()
+    return state, age
+
+
+def test_every_rank_goes_on_from_the_same_one(tmp_path):
+    """Rank 0 reads and writes for all."""
+    run_ranks(1, write, tmp_path, draw(1, 1), draw(1, 2))
+    os.truncate(tmp_path / "epoch-001-step-000002.pt", 100)
+    results = run_ranks(3, load_on_ranks, tmp_path)
+    assert all(same(state, draw(1, 1)) for state, _ in results)
+    assert [age == 0 for _, age in results] == [False, True, True]
+    files = ["epoch-001-step-000001.pt", "epoch-001-step-000002.pt.damaged", "epoch-001-step-000010.pt"]
+    assert names(tmp_path) == ["best.pt", *files]
+
+
+# Weights that are not finite
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(value, tmp_path, rank0, caplog):
+    """They are not written over good ones, not even as the last of several to keep."""
+    with opened(tmp_path, keep=1) as (checkpoints, _):
+        checkpoints.save(draw(1, 1))
+        broken = draw(1, 2)
+        broken["model"]["weight"][17] = value
+        checkpoints.save(broken)
+        with pytest.raises(checkpoint.RunError, match="the weights are not finite"):
+            checkpoints.finish()
+    assert len(warnings(caplog)) == 1
+    assert names(tmp_path) == ["epoch-001-step-000001.pt"]
+
+
+# The digest
+
+
+def test_digest_of_the_same():
+    """It tells what the numbers are, not how they lie in memory, and not on which device."""
+    weights = torch.randn(2, 3, 4, 5)
+    tree = {"weights": weights, "more": [1, 2.5, "text", None, {"empty": torch.ones(0, 3)}]}
+    right = checkpoint.digest(tree)
+    assert re.fullmatch("[0-9a-f]{64}", right)
+    layouts = [
+        weights.clone(),
+        weights.to(memory_format=torch.channels_last),
+        weights.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        torch.stack([weights, weights], dim=-1)[..., 0],
+        nn.Parameter(weights),
+    ]
+    if torch.cuda.is_available():
+        layouts.append(weights.cuda())
+    assert [checkpoint.digest(tree | {"weights": layout}) for layout in layouts] == [right] * len(layouts)
+    for dtype in (torch.bfloat16, torch.bool, torch.uint8, torch.int64, torch.float64):
+        assert checkpoint.digest(torch.ones(2, dtype=dtype)) == checkpoint.digest(torch.ones(2, dtype=dtype))
+    assert checkpoint.digest(torch.tensor(1.0)) == checkpoint.digest(torch.tensor(1.0))
+
+
+def test_digest_of_others():
+    """Names, order, shapes, types and every single byte count."""
+    weights = torch.arange(6, dtype=torch.float32)
+    trees = [
+        {"a": weights},
+        {"b": weights},
+        {"a": weights, "b": weights},
+        {"b": weights, "a": weights},
+        {"a": weights.view(2, 3)},
+        {"a": weights.view(3, 2)},
+        {"a": weights.double()},
+        {"a": weights.view(torch.int32)},
+        {"a": weights.flip(0)},
+        {"a": {"a": weights}},
+        {"a": [weights]},
+        {"a": -weights * 0},
+        {"a": weights * 0},
+        {"a": 1},
+        {"a": 1.0},
+        {"a": "1"},
+        {"a": True},
+        {"a": None},
+    ]
+    for byte in range(24):
+        changed = weights.clone()
+        changed.view(torch.uint8)[byte] ^= 1
+        trees.append({"a": changed})
+    assert len({checkpoint.digest(tree) for tree in trees}) == len(trees)
+
+
+def test_digest_after_a_file(tmp_path):
+    """It stays the same through torch.save and torch.load, which turn tuples into lists of no other kind."""
+    run = build_run()
+    state = checkpoint.copy_to_cpu(run.state_dict())
+    torch.save(state, tmp_path / "file.pt")
+    loaded = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert checkpoint.digest(loaded) == checkpoint.digest(state) == checkpoint.digest(run.state_dict())
+
+
+# How a job ends and starts again
+
+
+def test_a_job_that_never_gets_on(tmp_path, rank0, monkeypatch):
+    """Started again and again from the same place, it gives up in the end, and says what it knows."""
+    for restarts in range(checkpoint.STARTS):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        assert load(tmp_path) is None
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(checkpoint.STARTS))
+    for _ in range(2):
+        with pytest.raises(checkpoint.RunError) as refusal:
+            load(tmp_path)
+        line = str(refusal.value)
+        assert line.startswith(f"this job was started {checkpoint.STARTS} times from the beginning and never")
+        assert str(tmp_path / "starts") in line
+    # Someone has found out why, and submits it again as a new job.
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    write(tmp_path, draw(1, 7))
+    # A place further on counts anew; a place that only some of the starts had is no reason to stop.
+    for restarts in range(checkpoint.STARTS, 2 * checkpoint.STARTS):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        assert load(tmp_path)["step"] == 7
+    with pytest.raises(checkpoint.RunError, match="from epoch 1 step 7 and never"):
+        load(tmp_path)
+
+
+def test_starts_are_told_with_their_times(tmp_path, rank0):
+    """The refusal says that the file has the times of the starts."""
+    load(tmp_path)
+    (line,) = (tmp_path / "starts").read_text().splitlines()
+    assert line.startswith("the beginning")
+    assert re.search(r"\d\d:\d\d|\d{9,}", line), line
+
+
+def test_signals_are_noted(tmp_path):
+    """SIGUSR1 and SIGTERM end no training by themselves, however often they come."""
+    (before, after, mark) = run_ranks(1, catch_signals, tmp_path / "node's disk")[0]
+    assert (before, after, mark) == (False, {"SIGUSR1": True, "SIGTERM": True}, True)
+
+
+def catch_signals(folder: Path) -> tuple:
+    os.environ["SLURM_TMPDIR"] = str(folder)
+    checkpoint.catch_stop_signals()
+    before, after = checkpoint.stop_requested(), {}
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        checkpoint._stop_signals.clear()
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        after[number.name] = checkpoint.stop_requested()
+    # The file that tells job.sh that signals may be passed on.
+    return before, after, checkpoint.training_mark() == folder / "training" and (folder / "training").exists()
+
+
+def test_workers_ignore_signals():
+    """What ends a job must not end the processes that load data first; SIGKILL still does."""
+    assert run_ranks(1, ignore_signals) == ["still there"]
+
+
+def ignore_signals() -> str:
+    checkpoint.ignore_signals(3)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    return "still there"
+
+
+def test_outside_a_job(monkeypatch, tmp_path):
+    """Without Slurm's help there is no time limit, no mark, and nothing to tell of requeues."""
+    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+    assert checkpoint.training_mark() is None
+    assert run_ranks(2, ask_for_requeues) == [["", "", ""], ["", "", ""]]
+
+
+def ask_for_requeues() -> list[str]:
+    told = [checkpoint.requeues_to_go(1000, 0.0)]
+    os.environ["SLURM_CONF"] = "/nowhere"
+    told.append(checkpoint.requeues_to_go(1000, 10.0))  # squeue, where there is one, knows no cluster
+    os.environ["PATH"] = "/nowhere"
+    told.append(checkpoint.requeues_to_go(1000, 10.0))
+    return told
+
+
+def test_commit(tmp_path, monkeypatch):
+    """The commit that runs is told in full, with a mark if files differ from it, and never a tag's name."""
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    folder = tmp_path / "a repository" / "imagenet"
+    folder.mkdir(parents=True)
+    shutil.copy(REPOSITORY / "imagenet" / "checkpoint.py", folder)
+    spec = importlib.util.spec_from_file_location("copied_checkpoint", folder / "checkpoint.py")
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+
+    def git(*command: str) -> str:
+        name = ["-c", "user.name=tests", "-c", "user.email=tests"]
+        done = subprocess.run(
+            ["git", *name, *command], cwd=folder, check=True, capture_output=True, text=True, timeout=20
+        )
+        return done.stdout.strip()
+
+    assert copied.commit() == "unknown"
+    git("init", "-q")
+    git("add", "checkpoint.py")
+    git("commit", "-qm", "One")
+    git("tag", "-a", "v1", "-m", "One")
+    head = git("rev-parse", "HEAD")
+    assert len(head) == 40
+    monkeypatch.chdir(tmp_path)  # not the folder it is called from, but that of the code
+    assert copied.commit() == head
+    (folder / "slurm-1.out").write_text("untracked files are no change of the code")
+    assert copied.commit() == head
+    with open(folder / "checkpoint.py", "a") as file:
+        file.write("# changed\n")
+    assert copied.commit() == f"{head}-dirty"
+    monkeypatch.setenv("GIT_COMMIT", "f" * 40)  # of safe_sbatch, whose tree this is a copy of
+    assert copied.commit() == "f" * 40
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert copied.commit() == "f" * 40
+    monkeypatch.delenv("GIT_COMMIT")
+    assert copied.commit() == "unknown"
+
+
+# The order of DDP's sums
+
+
+def settle() -> tuple:
+    model = build_run(seed=2).model
+    before = copy.deepcopy(model.state_dict())
+    pictures = nn.Sequential(nn.AdaptiveAvgPool2d(4), model)
+    ddp_model = nn.parallel.DistributedDataParallel(pictures)
+    checkpoint.settle_buckets(ddp_model, 4, 8)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.any()]
+    return same(dict(before), dict(model.state_dict())), len(gradients)
+
+
+def test_settling_leaves_no_trace():
+    """Weights, BatchNorm's statistics and gradients are as they were."""
+    assert run_ranks(2, settle) == [(True, 0), (True, 0)]
