@@ -257,11 +257,10 @@ def test_torchrun_elastic(user, tmp_path):
     env = user.env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 
     def start(node: str) -> subprocess.Popen:
-        command = [*user.cluster.namespaces(node), "uv", "run", "--no-sync", "torchrun", *elastic, *script]
+        here = [*user.cluster.namespaces(node), "env", f"--chdir={user.clone / 'imagenet'}"]
+        command = [*here, "uv", "run", "--no-sync", "torchrun", *elastic, *script]
         with log.open("a") as file:
-            return subprocess.Popen(
-                command, cwd=user.clone / "imagenet", env=env, stdout=file, stderr=subprocess.STDOUT
-            )
+            return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
 
     def until(pattern: str) -> None:
         deadline = time.monotonic() + 150

@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import runpy
@@ -119,6 +120,7 @@ class Training:
 def run_main(rank: int, world_size: int, port: int, folder: Path, log: Path, disk: Path, arguments) -> None:
     """Do what `python main.py` does, in a process that has imported most of it."""
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that no forkserver has made
     for descriptor, path in ((0, os.devnull), (1, log), (2, log)):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), descriptor)
     for name in list(os.environ):
@@ -341,7 +343,7 @@ def staged(tmp_path_factory) -> Path:
     command = [sys.executable, REPOSITORY / "imagenet" / "prepare_data.py", "--data-dir", folder / "data"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     done = subprocess.run(
-        [*command, folder / "archives"],
+        command,
         env=env | {"IMAGENET_DIR": str(folder / "archives")},
         capture_output=True,
         text=True,
