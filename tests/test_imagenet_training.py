@@ -182,6 +182,11 @@ def weights(text: str) -> str:
     return found[0]
 
 
+def saved(training: Training) -> list[str]:
+    """Return the names of a run's checkpoints, in their order."""
+    return [name for name in names(training.checkpoints) if name.startswith("epoch-")]
+
+
 def errors(text: str) -> list[str]:
     return [line for line in text.splitlines() if "error" in line.lower() or "Traceback" in line]
 
@@ -239,7 +244,7 @@ def test_stopped_in_an_epoch(kind, number, workers, first_stop, undisturbed, tmp
         )
         assert "error" not in text.lower() and "Traceback" not in text, text
         stops.append((int(epoch), int(step)))
-        assert f"epoch-{int(epoch):03}-step-{int(step):06}.pt" == names(training.checkpoints)[-3]
+        assert f"epoch-{int(epoch):03}-step-{int(step):06}.pt" == saved(training)[-1]
     assert stops[0] < stops[1] and 0 < stops[0][1] <= 8
     text = train(tmp_path, 2, *arguments)
     assert f"Resuming from {training.checkpoints}/epoch-{stops[1][0]:03}-step-{stops[1][1]:06}.pt" in text
@@ -291,8 +296,8 @@ def test_other_numbers_of_ranks(tmp_path):
         torch.load(path / "checkpoints/none/epoch-003-step-000008.pt", weights_only=True)
         for path in (tmp_path / "alone", folder)
     ]
-    assert [state["metrics"][2] for state in states] == [64, 64]
-    losses = [state["metrics"][0] / 64 for state in states]
+    assert [float(state["metrics"][2]) for state in states] == [64, 64]
+    losses = [float(state["metrics"][0]) / 64 for state in states]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     for name, value in states[0]["model"].items():  # their gradients are rounded to bfloat16
         torch.testing.assert_close(states[1]["model"][name], value, atol=2e-3, rtol=0)
@@ -307,7 +312,9 @@ def test_loss_that_is_not_finite(tmp_path):
     arguments = [*TINY, "--model=dummy", "--learning-rate=1e30", "--save-steps=1", "--workers=1"]
     with Training(tmp_path, 2, *arguments) as training:
         assert training.join() == [1, 1], training.text()
-        (line,) = errors(training.text())
+        # A checkpoint that was due between the step and the next agreement is not written.
+        *others, line = errors(training.text())
+        assert all("the weights are not finite" in other for other in others)
         found = re.fullmatch(
             r"main.py: error: the loss is (nan|inf) before step (\d+) of epoch 1: nothing of it is saved", line
         )
@@ -392,7 +399,6 @@ def test_staged_pictures(staged, tmp_path):
         (["--batch-size=100"], "a step takes 200 samples and there are only 67 to train on: "),
         (["--checkpoint-dir=0.log"], "0.log"),
         (["--sync-batchnorm", "--model=shufflenet_v2_x0_5"], "sync-batchnorm"),
-        (["--model=vit_b_16"], "32"),
     ],
 )
 def test_errors_are_one_line(arguments, message, tmp_path):
