@@ -508,7 +508,14 @@ def test_recipe():
         "seed": 1,
         "sync_batchnorm": False,
     }
-    others = {"workers": 3, "compile": True, "keep": 9, "timeout": 5, "save_steps": 2, "data_dir": "elsewhere"}
+    others = {
+        "workers": 3,
+        "compile": True,
+        "keep": 9,
+        "timeout": 5,
+        "save_steps": 2,
+        "data_dir": "elsewhere",
+    }
     data = type("Data", (), {"__len__": lambda self: 99, "pictures": SimpleNamespace(fingerprint="1a2b")})
     recipe = checkpoint.get_recipe(SimpleNamespace(**settings, **others), data())
     assert recipe == settings | {"samples": 99, "fingerprint of the data": "1a2b"}
@@ -653,7 +660,9 @@ def test_full_disk(small_disk, rank0, caplog):
         checkpoints.finish()
         for step in (4, 5):
             checkpoints.save(draw(1, step, kilobytes=300))
-            with pytest.raises(checkpoint.RunError, match="the last checkpoint is not on disk: cannot write "):
+            with pytest.raises(
+                checkpoint.RunError, match="the last checkpoint is not on disk: cannot write "
+            ):
                 checkpoints.finish()
             (line,) = warnings(caplog)
             path = small_disk / f"epoch-001-step-{step:06}.pt"
