@@ -8,6 +8,8 @@ import hashlib
 import logging
 import math
 import os
+import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -96,8 +98,10 @@ class Checkpoints:
                 self._open()
                 answer[0] = self._read_newest(recipe)
                 self._count_starts(answer[0])
-            except (RunError, OSError) as error:
+            except RunError as error:
                 answer[1] = str(error)
+            except OSError as error:
+                answer[1] = f"cannot use {self.folder}: {error.strerror or error}"
         dist.broadcast_object_list(answer, src=0)
         if answer[1]:
             raise RunError(answer[1])
@@ -158,7 +162,7 @@ class Checkpoints:
         (self.folder / "writable.partial").unlink()
 
     def _read_newest(self, recipe: dict) -> dict | None:
-        paths = sorted(self.folder.glob("epoch-*.pt"), reverse=True)
+        paths = self._paths()[::-1]
         for path in paths:
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True)
@@ -166,6 +170,8 @@ class Checkpoints:
                     raise ValueError("its content does not match its SHA-256")
             except Exception as error:  # whatever a torn file makes of itself
                 reason = str(error).strip().split("\n")[0] or type(error).__name__
+                if isinstance(error, pickle.UnpicklingError):
+                    reason = "it is not made of weights only, and code in it is not run"
                 logger.warning(f"warning: {path} is damaged, trying the one before: {reason}")
                 path.rename(path.with_suffix(".pt.damaged"))
                 continue
@@ -193,13 +199,18 @@ class Checkpoints:
         starts = log.read_text().split("\n")[:-1] if log.exists() else []
         here = f"epoch {state['epoch']} step {state['step']}" if state else "the beginning"
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        if restarts >= STARTS and starts[-STARTS:] == [here] * STARTS:
+        if restarts >= STARTS and [line.split(" on ")[0] for line in starts[-STARTS:]] == [here] * STARTS:
             raise RunError(
                 f"this job was started {STARTS} times from {here} and never got to its next checkpoint: not "
                 f"trying again; the end of each try is in the log above, {log} has their times"
             )
         with open(log, "a") as file:
-            file.write(f"{here}\n")
+            file.write(f"{here} on {time.strftime('%Y-%m-%d at %H:%M:%S')}\n")
+
+    def _paths(self) -> list[Path]:
+        """Return the checkpoints, the newest one last."""
+        paths = self.folder.glob("epoch-*-step-*.pt")
+        return sorted(paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
     def _path(self, epoch: int, step: int) -> Path:
         return self.folder / f"epoch-{epoch:03}-step-{step:06}.pt"
@@ -217,7 +228,7 @@ class Checkpoints:
                 os.fsync(file.fileno())  # the name must not reach the disk before the content
             partial.rename(path)
             self.failure = ""
-            for old in sorted(self.folder.glob("epoch-*.pt"))[: -self.keep]:
+            for old in self._paths()[: -self.keep]:
                 old.unlink()
         except (OSError, RuntimeError, ValueError) as error:  # torch says RuntimeError for a full disk
             self._give_up(path, partial, error)

@@ -71,6 +71,7 @@ def run_ranks(world_size: int, work, *args, timeout: float = 60) -> list:
 
 def run_rank(rank: int, world_size: int, folder: str, work, args: tuple) -> None:
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that no forkserver has made
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store, timeout = f"file://{folder}/store", timedelta(seconds=60)
     dist.init_process_group("gloo", store, timeout, rank=rank, world_size=world_size)

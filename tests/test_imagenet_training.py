@@ -1,4 +1,4 @@
-"""What imagenet/main.py and data.py train on and compute, alone and on several ranks, stopped and started again.
+"""What imagenet/main.py and data.py train on and compute, on one rank and several, stopped and started again.
 
 The shipped main.py runs as it is, with flags and environment only: every rank is a process of its own, in a
 real process group (gloo) on this machine's CPU, without Slurm. Where a number finer than the printed ones is
@@ -9,9 +9,11 @@ import argparse
 import atexit
 import collections
 import contextlib
+import fcntl
 import gzip
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -190,6 +192,31 @@ def saved(training: Training) -> list[str]:
 
 def errors(text: str) -> list[str]:
     return [line for line in text.splitlines() if "error" in line.lower() or "Traceback" in line]
+
+
+# Two runs on one folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def second_run(tmp_path_factory):
+    """A run on another one's folder, which waits a minute while the tests of this file go on."""
+    folder = tmp_path_factory.mktemp("shared")
+    receiver, sender = forkserver().Pipe(duplex=False)
+    process = forkserver().Process(target=send, args=(sender, start_on_a_used_folder, folder))
+    process.start()
+    yield folder, receiver
+    process.kill()
+    process.join()
+
+
+def start_on_a_used_folder(folder: Path) -> str:
+    with alone(), open(folder / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            checkpoint.Checkpoints(folder, 3).load({})
+        except checkpoint.RunError as error:
+            return str(error)
+    return "used all the same"
 
 
 # Stopped and started again
@@ -554,7 +581,7 @@ def list_batches() -> list[str]:
                     batches = data.Batches(samples, run, options(batch_size=batch_size, seed=7))
                     parts = list(batches)
                     dist.destroy_process_group()
-                    what = f"rank {rank} of {world_size}, {global_batch} by {batch_size}, from {start}"
+                    what = f"rank {rank} of {world_size}, {global_batch} by {batch_size} from {start}"
                     if any(not 0 < len(part) <= batch_size for part in parts):
                         wrong.append(f"{what}: batches of {sorted(set(map(len, parts)))}")
                     if any(key[0] != epoch for part in parts for key in part):
@@ -566,9 +593,9 @@ def list_batches() -> list[str]:
                 order = data.draw_epoch(samples, 7, epoch).tolist()
                 whole = samples // global_batch
                 expected = [sorted(order[i * global_batch :][:global_batch]) for i in range(start, whole)]
-                together = [sorted(sum(step, [])) for step in zip(*shares, strict=True)]
+                together = [sorted(itertools.chain(*step)) for step in zip(*shares, strict=True)]
                 if together != expected:
-                    wrong.append(f"{world_size} ranks, {global_batch} by {batch_size}, from {start}: samples")
+                    wrong.append(f"{world_size} ranks, {global_batch} by {batch_size}, from {start}")
                 sizes = {len(step) for share in shares for step in share}
                 if sizes and max(sizes) - min(sizes) > 1:
                     wrong.append(f"{world_size} ranks, {global_batch}: shares of {sizes}")
@@ -576,7 +603,7 @@ def list_batches() -> list[str]:
 
 
 def test_ranks_share_every_global_batch():
-    """Over all ranks, an epoch's whole batches are there once, from any step on, in batches that fit a GPU."""
+    """Over all ranks, the whole batches of an epoch are there once, from any step on, in parts that fit."""
     context = forkserver()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=send, args=(sender, list_batches))
@@ -586,8 +613,8 @@ def test_ranks_share_every_global_batch():
     process.join(20)
 
 
-def send(sender, work) -> None:
-    sender.send(work())
+def send(sender, work, *args) -> None:
+    sender.send(work(*args))
 
 
 def test_more_ranks_than_samples_in_a_step():
@@ -795,7 +822,8 @@ def count_collectives(folder: Path, steps: int, batch_size: int) -> dict:
         return allreduce_hook(state, bucket)
 
     size = 4 * dist.get_world_size()
-    args = options(batch_size=batch_size, limit_train_samples=steps * size)
+    # The crops and flips, which read values, are drawn in another process.
+    args = options(batch_size=batch_size, limit_train_samples=steps * size, workers=1)
     ddp_model, run, loader, valid_loader, checkpoints, monitor = build(folder, NormModel(), args, size)
     ddp_model.register_comm_hook(None, average_gradients)
     reads = collections.Counter()
@@ -939,7 +967,7 @@ def test_weight_decay():
 
 @pytest.mark.parametrize("global_batch_size", [64, 1024])
 def test_learning_rate(global_batch_size):
-    """It rises for 8 of 90 epochs to --learning-rate per 256 samples, and falls to almost nothing at the end."""
+    """It rises for 8 of 90 epochs to --learning-rate per 256 samples, and falls to almost nothing."""
     args = options(epochs=90, learning_rate=0.256)
     optimizer, scheduler = main.build_optimizer(nn.Linear(3, 2), args, global_batch_size, 5)
     peak, rates = global_batch_size / 1000, []
@@ -987,3 +1015,11 @@ def test_metrics_are_averaged_over_samples():
 def test_same_is_no_approximation():
     """What compares states here would see the last bit."""
     assert not same({"a": torch.ones(1)}, {"a": torch.ones(1).nextafter(torch.zeros(1))})
+
+
+def test_another_run_writes_there(second_run):
+    """The second of two runs on one folder gives up after a minute, and touches nothing."""
+    folder, receiver = second_run
+    assert receiver.poll(100)
+    assert receiver.recv() == f"another run writes to {folder}: choose another --checkpoint-dir"
+    assert names(folder) == []
