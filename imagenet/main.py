@@ -94,6 +94,8 @@ def main() -> None:
     setup_logging()
     if device.type == "cpu":
         logger.warning("warning: no GPU found, training on the CPU")
+        if args.sync_batchnorm:
+            fail("--sync-batchnorm needs GPUs", together=True)
     torch.manual_seed(args.seed)
 
     train_set, valid_set = load_data(args)
