@@ -48,7 +48,9 @@ class Batches(Sampler):
         if run.global_batch_size < dist.get_world_size():
             raise RunError(f"a step of {run.global_batch_size} samples leaves some ranks none: start fewer")
         share = len(range(dist.get_rank(), run.global_batch_size, dist.get_world_size()))
-        self.parts = math.ceil(share / args.batch_size)  # of a share, one after the other
+        # It is worked on in parts, in as many as the largest share has: SyncBatchNorm has them meet in each.
+        most = math.ceil(run.global_batch_size / dist.get_world_size())
+        self.parts = min(math.ceil(most / args.batch_size), share)
 
     def __iter__(self):
         order = draw_epoch(self.samples, self.seed, self.run.epoch)
@@ -86,6 +88,7 @@ def build_loaders(train_set: Augmented, valid_set: Augmented, run: Run, args: ar
     """Return the loaders of an epoch's batches and of the validation set, with processes that decode them."""
     atexit.register(end_workers)
     options = {
+        "multiprocessing_context": "fork" if args.workers else None,  # others import PyTorch in each worker
         "num_workers": args.workers,
         "pin_memory": torch.cuda.is_available(),
         "worker_init_fn": ignore_signals,

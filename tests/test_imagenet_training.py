@@ -778,7 +778,7 @@ def whole_batches(tmp_path_factory) -> dict[int, dict]:
         (1, 12, 5, [3]),
         (2, 12, 3, [2, 2]),
         (3, 10, 4, [1, 1, 1]),  # shares of 4, 3 and 3
-        (3, 10, 3, [2, 1, 1]),  # the first needs two batches for its share
+        (3, 10, 3, [2, 2, 2]),  # the first needs two batches for its share
         (3, 10, 2, [2, 2, 2]),
     ],
 )
