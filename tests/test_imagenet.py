@@ -222,17 +222,21 @@ def test_salloc(user, tmp_path):
 
 def test_array(user):
     """Two tasks of an array on one node stage once, and have a checkpoint folder and a seed each."""
-    shared, folders = "/tmp/shared data", set(user.checkpoints("").iterdir())
+    shared, folders = "/tmp/shared data", set(user.checkpoints("").glob("*"))
     flags = ["--nodes=1", "--nodelist=node1", "--array=1-2", f"--output={user.logs}/%A_%a.out"]
+    # A job that is no more, and could not sign off.
+    node1 = user.cluster.namespaces("node1")
+    user.run([*node1, "mkdir", "-p", "-m", "700", f"{shared}/jobs"])
+    user.run([*node1, "touch", f"{shared}/jobs/99999"])
     array = user.train("--epochs=1", flags=[*TWO, *flags], DATA_DIR=shared)
     results = [user.wait(f"{array}_{task}") for task in (1, 2)]
     assert len({weights(result) for result in results}) == 2  # of two seeds
     told = "".join(result.output for result in results)
     assert told.count("node1: staged ") == 1
-    made = set(user.checkpoints("").iterdir()) - folders
+    made = set(user.checkpoints("").glob("*")) - folders
     assert [(folder / "best.pt").exists() for folder in made] == [True, True]
     # The last one to leave has removed it.
-    assert user.run([*user.cluster.namespaces("node1"), "ls", shared]).exit_code != 0
+    assert user.run([*node1, "ls", shared]).exit_code != 0
 
 
 def test_a_rank_that_hangs(user):

@@ -789,6 +789,13 @@ def test_release(imagenet, data_dir):
     assert not data_dir.exists()
 
 
+def test_release_by_a_job_that_has_staged_nothing(imagenet, data_dir):
+    """Its end must not take away what somebody else has staged, outside of a job."""
+    run(imagenet.source, data_dir)
+    run(imagenet.source, data_dir, "--release", SLURM_JOB_ID="1")
+    check(imagenet, data_dir)
+
+
 @pytest.mark.parametrize("flags", FORMS)
 def test_release_leaves_what_is_not_its_own(imagenet, data_dir, flags):
     run(imagenet.source, data_dir, *flags, SLURM_JOB_ID="1")
