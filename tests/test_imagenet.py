@@ -241,7 +241,7 @@ def test_array(user):
 
 def test_a_rank_that_hangs(user):
     """It is named, with the Python stack of every rank, within the timeout; the job is started again."""
-    job = user.train("--epochs=200", "--timeout=8")
+    job = user.train("--epochs=200", "--timeout=15")
     user.until(job, r"^Epoch 1: ")
     assert user.kill("node2", "main.py", signal.SIGSTOP) == 0
     user.until(job, r"they wait for rank 1 on node2 \(does not answer", timeout=60)
