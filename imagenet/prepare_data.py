@@ -455,7 +455,7 @@ def arrange_folders(members: list[Member], archive: Path) -> list[tuple[str, str
         hidden = any(folder.startswith((".", "__MACOSX")) for folder in path)
         paths.append([] if hidden or not member.name.lower().endswith(PICTURE_NAMES) else path)
     places = []
-    for path in paths:  # [any/root/]train/CLASS/[any/folder/]name
+    for path in paths:  # [any/parent/]train/CLASS/[any/folder/]name
         at = next((i for i, folder in enumerate(path[:-2]) if folder in SPLITS), None)
         places.append(None if at is None else (SPLITS[path[at]], path[at + 1], "/".join(path[at + 2 :])))
     found = {place[0] for place in places if place}

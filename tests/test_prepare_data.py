@@ -241,7 +241,7 @@ def test_small_pictures_keep_their_bytes(imagenet, data_dir):
 
 
 def test_every_tenth_is_held_out(tmp_path, data_dir):
-    for root in ("", "any/root/"):
+    for root in ("", "any/parent/"):
         drawn = draw_folders(tmp_path / "whole.tar", split=False, root=root, train=20)
         output = run(drawn.source, data_dir)
         assert f"{HOST}: whole.tar has no train and val folders: every tenth picture" in output
