@@ -82,10 +82,13 @@ class HangReporter:
         shown = -math.inf
         while not self.closed.wait(self.period):
             moved, now = self.moved, time.monotonic()
+            asked, self.asked = self.asked, False
+            # A question that comes just after this rank has shown its stacks is about the same hang.
+            asked = asked and now - shown >= self.limit
             if self.reported and moved > shown:
                 self.reported = False
                 self._write("moves again")
-            if shown < moved and (self.asked or now - moved >= self.limit):
+            if shown < moved and (asked or now - moved >= self.limit):
                 shown = now
                 since = "is paused" if moved == math.inf else f"has not moved for {now - moved:.0f} s"
                 silent = (
@@ -96,7 +99,6 @@ class HangReporter:
                 frames = sys._current_frames()
                 doing = describe(frames[self.main_thread])[1]
                 self._write(f"{since}: step {self.step}, {doing}{silent}{self._format_stacks(frames)}")
-            self.asked = False
 
     def _format_stacks(self, frames: dict[int, FrameType]) -> str:
         text = ""
@@ -209,14 +211,21 @@ class Tracker:
         if folder is None:
             return
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
 
             folder.mkdir(parents=True, exist_ok=True)
             mark = folder / "tracked"
             self.done = int(mark.read_text()) if mark.exists() else -1
+            self.Event, self.Summary = event_pb2.Event, summary_pb2.Summary
+            # As torch's SummaryWriter, but without its thread: an error comes where it occurs.
+            name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+            self.file = open(folder / name, "ab")
+            self.writer = RecordWriter(self.file)
+            self._write(file_version="brain.Event:2")
             # A job killed between a step and its mark writes the step again: readers drop the first one.
-            self.writer = SummaryWriter(folder, purge_step=self.done + 1)
-            self.events = max(folder.glob("events.out.tfevents.*"))
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(step=self.done + 1, session_log=start)
             if wandb_project:
                 self.run = start_wandb(folder, wandb_project, run_id, config)
         except Exception as error:
@@ -227,9 +236,8 @@ class Tracker:
         if self.folder is None or step <= self.done:
             return
         try:
-            for name, value in values.items():
-                self.writer.add_scalar(name, value, step)
-            self.writer.flush()
+            scalars = [self.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            self._write(step=step, summary=self.Summary(value=scalars))
             if self.run:
                 self.run.log(values, step=step, commit=True)
             self.logged.append((time.monotonic(), step))
@@ -241,12 +249,16 @@ class Tracker:
         if self.folder is None:
             return
         try:
-            self.writer.close()
             if self.run:
                 self.run.finish()
             self._move_mark(0.0)
+            self.file.close()
         except Exception as error:
             self._give_up(error)
+
+    def _write(self, **event) -> None:
+        self.writer.write(self.Event(wall_time=time.time(), **event).SerializeToString())
+        self.file.flush()
 
     def _move_mark(self, age: float) -> None:
         """Note the last step logged at least `age` seconds ago."""
@@ -255,8 +267,7 @@ class Tracker:
             step = self.logged.popleft()[1]
         if step is None:
             return
-        with open(self.events, "rb") as file:  # on disk before the mark, also if the node is lost
-            os.fsync(file.fileno())
+        os.fsync(self.file.fileno())  # on disk before the mark, also if the node is lost
         new = self.folder / "tracked.new"
         new.write_text(str(step))
         new.replace(self.folder / "tracked")

@@ -47,7 +47,14 @@ checkpoint = importlib.import_module("checkpoint")
 def forkserver():
     """Return what starts processes that have imported all this once; importing takes seconds."""
     context = multiprocessing.get_context("forkserver")
-    slow = ["torch._dynamo", "torch.profiler", "torch.utils.tensorboard", "torchvision", "tqdm", "scipy.io"]
+    slow = [
+        "torch._dynamo",
+        "torch.profiler",
+        "tensorboard.summary.writer.record_writer",
+        "torchvision",
+        "tqdm",
+        "scipy.io",
+    ]
     context.set_forkserver_preload(["test_checkpoint", "test_imagenet_training", "test_monitor", *slow])
     return context
 
