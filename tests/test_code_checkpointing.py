@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import REPOSITORY, Jobs, Result
+from slurm_jobs import REPOSITORY, Jobs, Result
 
 LINES_OF_JOB = """\
 # safe_sbatch names a commit in GIT_COMMIT: every node takes it to its own disk, and the job goes on there.

@@ -4,114 +4,11 @@ import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
-from conftest import Jobs, Result
-from drawn_imagenet import draw_imagenet
+from slurm_jobs import EPOCHS, TINY, TWO, WEIGHTS_LINE, Result, weights
 
-TRAINING, VALIDATION = 160, 24
-# Two nodes with a rank each, 16 steps an epoch, of a model with BatchNorm.
-TWO = ["--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=2G"]
-TINY = "--model=shufflenet_v2_x0_5 --image-size=32 --batch-size=5 --workers=1".split()
-EPOCHS = ["--epochs=2"]
-EPOCH_LINE = re.compile(
-    r"^Epoch (\d+): train loss (\d+\.\d{3}) accuracy (\d+\.\d\d)%, valid loss (\d+\.\d{3}) "
-    r"accuracy (\d+\.\d\d)%, \d+ images/s, \d+% waiting for data(?:, (\d+) requeues to go)?$",
-    re.MULTILINE,
-)
-WEIGHTS_LINE = re.compile(r"^Weights SHA-256 ([0-9a-f]{64}), commit ([0-9a-f]{40})$", re.MULTILINE)
-
-
-def weights(result: Result) -> str:
-    """Assert that a job has trained to its end; return the SHA-256 of its weights."""
-    assert (result.exit_code, result.state) == (0, "COMPLETED"), result
-    epochs = EPOCH_LINE.findall(result.output)
-    assert epochs, result
-    # An epoch that was stopped while it was validated is told of again, in the same words.
-    told = {epoch: numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)}
-    assert all(told[epoch] == numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)), result
-    assert sorted(map(int, told)) == [i + 1 for i in range(len(told))], result
-    for _, train_accuracy, _, valid_accuracy in told.values():
-        assert f"{train_accuracy}%" in {f"{correct / TRAINING:.2%}" for correct in range(TRAINING + 1)}
-        assert f"{valid_accuracy}%" in {f"{correct / VALIDATION:.2%}" for correct in range(VALIDATION + 1)}
-    # A job may be killed after its last line, too.
-    ((sha, _commit),) = set(WEIGHTS_LINE.findall(result.output))
-    return sha
-
-
-class User(Jobs):
-    """Someone with ImageNet's archives, in the folder imagenet."""
-
-    def train(self, *arguments, flags=TWO, **env: str) -> str:
-        return self.submit("imagenet", *flags, "job.sh", *TINY, *arguments, **env)
-
-    def until(self, job: str, pattern: str, timeout: float = 120) -> re.Match:
-        """Wait until a job has printed something."""
-        return self.until_found(
-            job, lambda: re.search(pattern, self.log(job), re.MULTILINE), pattern, timeout
-        )
-
-    def until_file(self, job: str, pattern: str, timeout: float = 120) -> None:
-        """Wait until a job's checkpoint folder has such a file."""
-        folder = self.checkpoints(job)
-        self.until_found(job, lambda: list(folder.glob(pattern)), pattern, timeout, pause=0.001)
-
-    def until_found(self, job: str, find, what: str, timeout: float, pause: float = 0.05):
-        deadline = time.monotonic() + timeout
-        while not (found := find()):
-            state = self.show(job)["JobState"] if pause > 0.01 else ""
-            if state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT") or time.monotonic() > deadline:
-                raise TimeoutError(f"job {job} is {state} without {what}:\n{self.log(job)}")
-            time.sleep(pause)
-        return found
-
-    def checkpoints(self, job: str) -> Path:
-        return self.clone / "imagenet" / "checkpoints" / job
-
-    def kill(self, node: str, text: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Signal the oldest Python process on a node that has this text in its command line."""
-        command = ["pkill", f"-{number.value}", "--oldest", "--full", f"bin/python[^ ]* {text}"]
-        return self.run([*self.cluster.namespaces(node), *command]).exit_code
-
-    def kill_all(self, node: str) -> None:
-        """End all that runs Python on a node, as if it had crashed."""
-        self.run([*self.cluster.namespaces(node), "pkill", "-9", "--full", "torchrun|main.py"])
-
-    def cancel(self, job: str) -> Result:
-        """Cancel a job, and remove what job.sh then leaves, as it says, in the folder that it has made."""
-        self.run(["scancel", job])
-        result = self.wait(job)
-        for node in self.cluster.nodes:
-            self.run([*self.cluster.namespaces(node), "rm", "-rf", f"/tmp/slurm-job-{job}"])
-        return result
-
-    def warn(self, job: str) -> None:
-        """Send the signal that Slurm sends before the time limit, as it does."""
-        assert self.run(["scancel", "--batch", "--signal=USR1", job]).exit_code == 0
-
-
-@pytest.fixture(scope="module")
-def user(jobs, tmp_path_factory) -> User:
-    folder = tmp_path_factory.mktemp("archives")
-    draw_imagenet(folder, classes=4, train=TRAINING // 4, valid=VALIDATION // 4, resolution=40)
-    user = User(jobs.cluster, jobs.clone, folder, jobs.logs)
-    user.env |= {"IMAGENET_DIR": str(folder), "CIFAR10_ARCHIVE": ""}
-    return user
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(user):
-    yield
-    for job in user.run(["squeue", "--noheader", "--format=%A"]).output.split():
-        user.cancel(job)  # of a test that has failed
-    assert user.leftovers() == []
-
-
-@pytest.fixture(scope="module")
-def undisturbed(user) -> str:
-    """The weights of a run that nothing has happened to."""
-    return weights(user.wait(user.train(*EPOCHS)))
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def test_the_whole_way(user):

@@ -1,0 +1,210 @@
+"""Runs jobs on the test cluster as a user does, and reads what they print."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import cluster as slurm
+
+REPOSITORY = Path(__file__).parent.parent
+# Samples of the small CIFAR-10: no world size from 2 on divides them all.
+TRAINING, VALIDATION, TEST = 108, 12, 31
+
+EPOCH_LINE = re.compile(
+    r"^Epoch (\d+): train loss \d+\.\d{3} accuracy \d+\.\d\d%, "
+    r"valid loss \d+\.\d{3} accuracy \d+\.\d\d%, \d+ images/s$",
+    re.MULTILINE,
+)
+TEST_LINE = re.compile(r"^Test loss (\d+\.\d{3}) accuracy (\d+\.\d\d)%$", re.MULTILINE)
+
+
+@dataclass
+class Result:
+    """How a job or a command ended, and all it printed."""
+
+    output: str
+    exit_code: int
+    state: str = ""
+    job: str = ""
+
+    def trained(self, world_size: int, batch_size: int, epochs: int = 1) -> None:
+        """Assert that the output tells of one whole training: its ranks, its samples, its lines."""
+        assert self.exit_code == 0, self
+        assert self.state in ("", "COMPLETED"), self
+        steps = TRAINING // (world_size * batch_size)
+        shares = f"{steps} steps an epoch, {world_size} x {batch_size} samples each, of {TRAINING}; "
+        counts = f"{VALIDATION} to validate, {TEST} to test"
+        assert re.findall(r"^World size .*", self.output, re.MULTILINE) == [
+            f"World size {world_size}: {shares}{counts}"
+        ], self
+        assert EPOCH_LINE.findall(self.output) == [str(i + 1) for i in range(epochs)], self
+        (test,) = TEST_LINE.findall(self.output)
+        # Padded or lost test samples would make a fraction of another number than TEST.
+        assert test[1] in {f"{100 * correct / TEST:.2f}" for correct in range(TEST + 1)}, self
+        assert self.output.count("training on the CPU") == 1, self
+
+    def __str__(self) -> str:
+        return f"job {self.job} {self.state}, exit code {self.exit_code}, output:\n{self.output}"
+
+
+class Jobs:
+    """Runs jobs and commands on the cluster, as a user in a folder of the clone does."""
+
+    def __init__(self, cluster: slurm.Cluster, clone: Path, archive: Path, logs: Path):
+        self.cluster = cluster
+        self.clone = clone
+        self.logs = logs
+        # The variables of an environment that is active here would lead uv away from the clone's own.
+        outside = ("SLURM", "UV_", "VIRTUAL_ENV", "MASTER_", "PYTHON", "COLUMNS")
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
+        self.env |= cluster.env | {
+            "CIFAR10_ARCHIVE": str(archive),
+            "PYTHONPATH": str(REPOSITORY / "tests" / "any_checksum"),
+        }
+
+    def run(self, command: list, folder: str = "", timeout: float = 300, **env: str) -> Result:
+        """Run a command in a folder of the clone."""
+        process = subprocess.run(
+            [str(part) for part in command],
+            cwd=self.clone / folder,
+            env=self.env | env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout,
+        )
+        return Result(process.stdout.decode(), process.returncode)  # with its carriage returns
+
+    def submit(self, folder: str, *arguments, **env: str) -> str:
+        """Call sbatch in a folder of the clone; return the job's id."""
+        result = self.run(["sbatch", "--parsable", f"--output={self.logs}/%j.out", *arguments], folder, **env)
+        assert result.exit_code == 0, result
+        return result.output.strip()
+
+    def show(self, job: str) -> dict[str, str]:
+        result = self.run(["scontrol", "show", "job", "--oneliner", job])
+        return dict(field.split("=", 1) for field in result.output.split() if "=" in field)
+
+    def wait(self, job: str, timeout: float = 300) -> Result:
+        """Wait until a job is over and its nodes are free; return how it ended."""
+        deadline = time.monotonic() + timeout
+        while (info := self.show(job))["JobState"] in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"):
+            if time.monotonic() > deadline:
+                self.run(["scancel", job])
+                raise TimeoutError(f"job {job} still {info['JobState']} after {timeout} s:\n{self.log(job)}")
+            time.sleep(0.2)
+        return Result(self.log(job), int(info["ExitCode"].split(":")[0]), info["JobState"], job)
+
+    def log(self, job: str) -> str:
+        path = self.logs / f"{job}.out"
+        return path.read_bytes().decode() if path.exists() else ""
+
+    def sbatch(self, folder: str, *arguments, **env: str) -> Result:
+        """Run a job to its end."""
+        return self.wait(self.submit(folder, *arguments, **env))
+
+    def nodes_of(self, result: Result) -> int:
+        return int(self.show(result.job)["NumNodes"])
+
+    def leftovers(self) -> list[str]:
+        """Return what jobs have left on the nodes, after Slurm has had some time to clean up."""
+        deadline = time.monotonic() + 15
+        while (left := self.on_nodes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def on_nodes(self) -> list[str]:
+        """Return the processes and the data folders of jobs that are on the nodes now."""
+        found = []
+        for node in self.cluster.nodes:
+            find = ["find", "/tmp", "-maxdepth", "1", "-name", "slurm-job-*"]
+            folders = self.run([*self.cluster.namespaces(node), *find]).output.split()
+            found += [f"{node}: {thing}" for thing in self.cluster.processes(node) + folders]
+        return found
+
+
+PICTURES, VALID_PICTURES = 160, 24  # of the small ImageNet
+# Two nodes with a rank each, 16 steps an epoch, of a model with BatchNorm.
+TWO = ["--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=2G"]
+TINY = "--model=shufflenet_v2_x0_5 --image-size=32 --batch-size=5 --workers=1".split()
+EPOCHS = ["--epochs=2"]
+IMAGENET_EPOCH_LINE = re.compile(
+    r"^Epoch (\d+): train loss (\d+\.\d{3}) accuracy (\d+\.\d\d)%, valid loss (\d+\.\d{3}) "
+    r"accuracy (\d+\.\d\d)%, \d+ images/s, \d+% waiting for data(?:, (\d+) requeues to go)?$",
+    re.MULTILINE,
+)
+WEIGHTS_LINE = re.compile(r"^Weights SHA-256 ([0-9a-f]{64}), commit ([0-9a-f]{40})$", re.MULTILINE)
+
+
+def weights(result: Result) -> str:
+    """Assert that a job has trained to its end; return the SHA-256 of its weights."""
+    assert (result.exit_code, result.state) == (0, "COMPLETED"), result
+    epochs = IMAGENET_EPOCH_LINE.findall(result.output)
+    assert epochs, result
+    # An epoch that was stopped while it was validated is told of again, in the same words.
+    told = {epoch: numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)}
+    assert all(told[epoch] == numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)), result
+    assert sorted(map(int, told)) == [i + 1 for i in range(len(told))], result
+    for _, train_accuracy, _, valid_accuracy in told.values():
+        assert f"{train_accuracy}%" in {f"{correct / PICTURES:.2%}" for correct in range(PICTURES + 1)}
+        assert f"{valid_accuracy}%" in {
+            f"{correct / VALID_PICTURES:.2%}" for correct in range(VALID_PICTURES + 1)
+        }
+    # A job may be killed after its last line, too.
+    ((sha, _commit),) = set(WEIGHTS_LINE.findall(result.output))
+    return sha
+
+
+class User(Jobs):
+    """Someone with ImageNet's archives, in the folder imagenet."""
+
+    def train(self, *arguments, flags=TWO, **env: str) -> str:
+        return self.submit("imagenet", *flags, "job.sh", *TINY, *arguments, **env)
+
+    def until(self, job: str, pattern: str, timeout: float = 120) -> re.Match:
+        """Wait until a job has printed something."""
+        return self.until_found(
+            job, lambda: re.search(pattern, self.log(job), re.MULTILINE), pattern, timeout
+        )
+
+    def until_file(self, job: str, pattern: str, timeout: float = 120) -> None:
+        """Wait until a job's checkpoint folder has such a file."""
+        folder = self.checkpoints(job)
+        self.until_found(job, lambda: list(folder.glob(pattern)), pattern, timeout, pause=0.001)
+
+    def until_found(self, job: str, find, what: str, timeout: float, pause: float = 0.05):
+        deadline = time.monotonic() + timeout
+        while not (found := find()):
+            state = self.show(job)["JobState"] if pause > 0.01 else ""
+            if state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT") or time.monotonic() > deadline:
+                raise TimeoutError(f"job {job} is {state} without {what}:\n{self.log(job)}")
+            time.sleep(pause)
+        return found
+
+    def checkpoints(self, job: str) -> Path:
+        return self.clone / "imagenet" / "checkpoints" / job
+
+    def kill(self, node: str, text: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Signal the oldest Python process on a node that has this text in its command line."""
+        command = ["pkill", f"-{number.value}", "--oldest", "--full", f"bin/python[^ ]* {text}"]
+        return self.run([*self.cluster.namespaces(node), *command]).exit_code
+
+    def kill_all(self, node: str) -> None:
+        """End all that runs Python on a node, as if it had crashed."""
+        self.run([*self.cluster.namespaces(node), "pkill", "-9", "--full", "torchrun|main.py"])
+
+    def cancel(self, job: str) -> Result:
+        """Cancel a job, and remove what job.sh then leaves, as it says, in the folder that it has made."""
+        self.run(["scancel", job])
+        result = self.wait(job)
+        for node in self.cluster.nodes:
+            self.run([*self.cluster.namespaces(node), "rm", "-rf", f"/tmp/slurm-job-{job}"])
+        return result
+
+    def warn(self, job: str) -> None:
+        """Send the signal that Slurm sends before the time limit, as it does."""
+        assert self.run(["scancel", "--batch", "--signal=USR1", job]).exit_code == 0
