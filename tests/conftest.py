@@ -86,6 +86,7 @@ def user(jobs, tmp_path_factory) -> User:
     draw_imagenet(folder, classes=4, train=PICTURES // 4, valid=VALID_PICTURES // 4, resolution=40)
     user = User(jobs.cluster, jobs.clone, folder, jobs.logs)
     user.env |= {"IMAGENET_DIR": str(folder), "CIFAR10_ARCHIVE": ""}
+    del user.env["PYTHONPATH"]  # no CIFAR-10 here, and torchvision takes seconds to import
     return user
 
 
