@@ -56,8 +56,12 @@ ReturnToService=2
 MinJobAge=86400
 KillWait=5
 SchedulerParameters=sched_interval=1
+SlurmdTimeout=30
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 
 # The first process of a host: state, name, address and the daemon to run are its arguments. It waits on
@@ -73,7 +77,7 @@ ip link set lo up
 ip address add "$address/24" dev eth0
 ip link set eth0 up
 mount --bind "$state/hosts" /etc/hosts
-mkdir "$state/disk-$name"
+mkdir -p "$state/disk-$name" # it is there if this host has crashed before
 mount -t tmpfs -o size=4g,mode=1777 "$name" "$state/disk-$name"
 for folder in /tmp/*/; do
     [ -d "$folder" ] || continue
@@ -81,6 +85,7 @@ for folder in /tmp/*/; do
     mount --rbind "$folder" "$state/disk-$name/$(basename "$folder")"
 done
 mount --move "$state/disk-$name" /tmp
+mount -t tmpfs -o mode=1777 "$name" /dev/shm
 "$@" >> "$state/$name.out" 2>&1 &
 wait
 """
@@ -129,6 +134,34 @@ class Cluster:
         own = (f"sh {self.state}", "slurmd -D", "ps -eo")
         commands = [line.split(maxsplit=1)[1] for line in lines]
         return [command for command in commands if not command.startswith(own)]
+
+    def crash(self, host: str) -> None:
+        """End a node, or `controller`, as a power cut does: its processes, its network and its disk."""
+        host_process = int((self.state / f"{host}.pid").read_text())
+        with_pidfd = os.pidfd_open(host_process)
+        os.kill(host_process, signal.SIGKILL)
+        select.select([with_pidfd], [], [])
+        os.close(with_pidfd)
+
+    def revive(self) -> None:
+        """Start the hosts that have crashed; return when their daemons run."""
+        done = self.state / "revived"
+        done.unlink(missing_ok=True)
+        os.kill(int((self.state / "supervisor.pid").read_text()), signal.SIGUSR1)
+        deadline = time.monotonic() + START_SECONDS
+        while not done.exists():
+            if time.monotonic() > deadline:
+                raise ClusterError("the hosts do not come back")
+            time.sleep(0.05)
+
+    def cable(self, node: str, state: str) -> None:
+        """Plug a node's network cable in, or out: `state` is up or down."""
+        switch = (self.state / "switch.pid").read_text()
+        run(f"nsenter --target {switch} --net ip link set {node} {state}")
+
+    def address(self, node: str) -> str:
+        hosts = (self.state / "hosts").read_text()
+        return re.search(rf"^(\S+) {node}$", hosts, re.MULTILINE)[1]
 
     def stop(self) -> None:
         """Stop the cluster; return when all of it is gone."""
@@ -204,10 +237,12 @@ class Supervisor:
         self.cpus = cpus
         self.link = ""
         self.daemons: dict[str, subprocess.Popen] = {}
+        self.hosts: dict[str, tuple[int, list[str]]] = {}
 
     def start(self) -> None:
         (self.state / "supervisor.pid").write_text(str(os.getpid()))
         self.switch = self.spawn("switch", ["unshare", "--net", "sleep", "infinity"])
+        (self.state / "switch.pid").write_text(str(self.switch.pid))
         self.link, self.subnet = self.connect_machine()
         self.write_files()
         munge = [
@@ -289,6 +324,7 @@ class Supervisor:
 
     def add_host(self, name: str, number: int, command: list[str]) -> None:
         """Start a host, connect it to the switch and let it run `command`."""
+        self.hosts[name] = (number, command)
         unshare = "unshare --net --uts --mount --pid --fork --kill-child --mount-proc".split()
         script = ["sh", f"{self.state}/host.sh", str(self.state), name, f"{self.subnet}.{number}"]
         host = self.spawn(name, [*unshare, *script, *command], stdin=subprocess.PIPE)
@@ -298,12 +334,22 @@ class Supervisor:
         host.stdin.write(b"connected\n")
         host.stdin.close()
 
+    def revive(self) -> None:
+        """Start the hosts that have crashed."""
+        for name, (number, command) in self.hosts.items():
+            if self.daemons[name].poll() is not None:
+                # The kernel removes the cable of a host that is gone, but some time later.
+                delete = f"nsenter --target {self.switch.pid} --net ip link delete {name}"
+                subprocess.run(delete.split(), capture_output=True)
+                self.add_host(name, number, command)
+        (self.state / "revived").touch()
+
     def inside(self, process: subprocess.Popen, command: str) -> None:
         run(f"nsenter --target {process.pid} --net {command}")
 
     def all_idle(self) -> bool:
         env = os.environ | {"SLURM_CONF": str(self.state / "slurm.conf")}
-        states = subprocess.run("sinfo -hN -o %T".split(), env=env, capture_output=True, text=True).stdout
+        states = subprocess.run("sinfo -hN -p main -o %T".split(), env=env, capture_output=True, text=True).stdout
         return states.split() == ["idle"] * len(self.names)
 
     def wait_for(self, condition, complaint: str) -> None:
@@ -343,7 +389,7 @@ def supervise(state: Path, nodes: int, gpus: int, cpus: int, answer: int) -> Non
     """Start a cluster, say so on file descriptor `answer`; stop it on SIGTERM or at the end of stdin."""
     wake, wake_writer = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(wake_writer)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     supervisor = Supervisor(state, nodes, gpus, cpus)
     message = "ready"
@@ -353,8 +399,13 @@ def supervise(state: Path, nodes: int, gpus: int, cpus: int, answer: int) -> Non
         message = str(error)
     os.write(answer, message.encode())
     os.close(answer)
-    if message == "ready":
-        select.select([wake] if (state / "detached").exists() else [wake, sys.stdin], [], [])
+    alive = message == "ready"
+    while alive:
+        ready, _, _ = select.select([wake] if (state / "detached").exists() else [wake, sys.stdin], [], [])
+        signals = set(os.read(wake, 100)) if wake in ready else {signal.SIGTERM}
+        alive = signals == {signal.SIGUSR1}
+        if alive:
+            supervisor.revive()
     supervisor.stop()
 
 

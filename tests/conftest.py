@@ -25,6 +25,17 @@ from slurm_jobs import (
 )
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every-case", action="store_true", help="run all cases of the fault matrix: hours")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--every-case"):
+        others = [item for item in items if item.get_closest_marker("every_case")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory) -> Path:
     """The repository's files, as they are now, in a commit, in a folder with a space in its name."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cluster as slurm
+import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 # Samples of the small CIFAR-10: no world size from 2 on divides them all.
@@ -140,6 +141,17 @@ IMAGENET_EPOCH_LINE = re.compile(
 WEIGHTS_LINE = re.compile(r"^Weights SHA-256 ([0-9a-f]{64}), commit ([0-9a-f]{40})$", re.MULTILINE)
 
 
+def every_case(*cases) -> list:
+    """Return the cases of a test: the first one runs always, the others with --every-case."""
+    return [
+        cases[0],
+        *(
+            pytest.param(*([c] if not isinstance(c, tuple) else c), marks=pytest.mark.every_case)
+            for c in cases[1:]
+        ),
+    ]
+
+
 def weights(result: Result) -> str:
     """Assert that a job has trained to its end; return the SHA-256 of its weights."""
     assert (result.exit_code, result.state) == (0, "COMPLETED"), result
@@ -188,9 +200,9 @@ class User(Jobs):
     def checkpoints(self, job: str) -> Path:
         return self.clone / "imagenet" / "checkpoints" / job
 
-    def kill(self, node: str, text: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Signal the oldest Python process on a node that has this text in its command line."""
-        command = ["pkill", f"-{number.value}", "--oldest", "--full", f"bin/python[^ ]* {text}"]
+    def kill(self, node: str, text: str, number=signal.SIGKILL, age: str = "--oldest") -> int:
+        """Signal one Python process on a node that has this text in its command line; return 0 if it is there."""
+        command = ["pkill", f"-{number.value}", age, "--full", f"bin/python[^ ]* {text}"]
         return self.run([*self.cluster.namespaces(node), *command]).exit_code
 
     def kill_all(self, node: str) -> None:

@@ -100,7 +100,7 @@ def test_commands(tmp_path):
     up = subprocess.run([*COMMAND, "up", "--nodes", "2", "--gpus", "3"], capture_output=True, text=True)
     assert up.returncode == 0, up.stderr
     try:
-        shell = f"{up.stdout}\nsinfo --noheader --Node --format='%N %T %G'"
+        shell = f"{up.stdout}\nsinfo --noheader --Node --partition=main --format='%N %T %G'"
         sinfo = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
         assert sinfo.stdout.splitlines() == ["node1 idle gpu:3", "node2 idle gpu:3"], sinfo
         hostname = subprocess.run([*COMMAND, "exec", "node2", "hostname"], capture_output=True, text=True)

@@ -1,0 +1,99 @@
+"""What Slurm itself does to a job: signals, requeues, suspension, preemption. The end is the same each time."""
+
+import re
+import signal
+
+import pytest
+from slurm_jobs import EPOCHS, User, every_case, weights
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+ASKED_TO_STOP = r"^Asked to stop: saved step \d+ of epoch \d+, to go on from there$"
+
+
+def preempt(user: User, job: str) -> None:
+    """Let a job of another partition take the nodes, and leave them when the first one is back in the queue."""
+    other = user.submit("", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep infinity")
+    user.until_found(job, lambda: user.show(job)["JobState"] == "PENDING", "preemption", 60)
+    user.run(["scancel", other])
+
+
+@pytest.mark.parametrize(
+    "moments", [["*-step-000003.pt", "*-step-000009.pt", "*-step-000016.pt", "epoch-002-step-000006.pt"]]
+)
+def test_four_warnings(user, undisturbed, moments):
+    """Four times in a row the time limit comes near: four times the job saves and comes back."""
+    job = user.train(*EPOCHS, "--save-steps=3")
+    for requeues, moment in enumerate(moments, 1):
+        user.until_file(job, moment)
+        user.warn(job)
+        user.until(job, f"^Job .* requeued {requeues} times$")
+    result = user.wait(job)
+    assert weights(result) == undisturbed
+    assert len(re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)) == 4
+    assert user.show(job)["Restarts"] == "4"
+
+
+def test_requeue_by_hand(user, undisturbed):
+    """`scontrol requeue` leaves the ranks time to save."""
+    job = user.train(*EPOCHS, "--save-steps=3")
+    user.until_file(job, "*-step-000003.pt")
+    assert user.run(["scontrol", "requeue", job]).exit_code == 0
+    result = user.wait(job)
+    assert weights(result) == undisturbed
+    assert user.show(job)["Restarts"] == "1"
+    assert re.search(r"^Resuming from .*-step-\d+.pt$", result.output, re.MULTILINE), result
+
+
+@pytest.mark.parametrize("seconds", every_case(4, 25))
+def test_suspended(user, undisturbed, seconds):
+    """A job that is suspended for a while, or for longer than the ranks wait for each other, ends the same."""
+    job = user.train(*EPOCHS, "--save-steps=3", "--timeout=15")
+    user.until_file(job, "*-step-000003.pt")
+    assert user.run(["scontrol", "suspend", job]).exit_code == 0
+    user.until_found(job, lambda: user.show(job)["JobState"] == "SUSPENDED", "suspension", 20)
+    user.run(["sleep", seconds])  # the length of the suspension, not a wait for something
+    assert user.run(["scontrol", "resume", job]).exit_code == 0
+    assert weights(user.wait(job)) == undisturbed
+
+
+@pytest.mark.parametrize("grace", every_case(15, 0))
+def test_preempted(user, undisturbed, grace):
+    """A job with more urgent ones behind it saves in the time it is given, and comes back."""
+    set_grace = ["scontrol", "update", "PartitionName=main"]
+    assert user.run([*set_grace, f"GraceTime={grace}"]).exit_code == 0
+    try:
+        job = user.train(*EPOCHS, "--save-steps=3")
+        user.until_file(job, "*-step-000003.pt")
+        preempt(user, job)
+        result = user.wait(job)
+    finally:
+        user.run([*set_grace, "GraceTime=0"])
+    assert weights(result) == undisturbed
+    assert user.show(job)["Restarts"] == "1"
+    if grace:
+        assert len(re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)) == 1, result
+
+
+@pytest.mark.parametrize("moment", every_case("staging", "import", "first step", "last step"))
+def test_warned(user, undisturbed, moment):
+    """The warning before the time limit, at moments at which it is easily lost."""
+    job = user.train(*EPOCHS, "--save-steps=1" if moment == "first step" else "--save-steps=1000")
+    if moment in ("staging", "import"):
+        file = "prepare_data.py" if moment == "staging" else "main.py"
+        stop = signal.SIGSTOP  # it must not be over when the warning comes
+        user.until_found(job, lambda: user.kill("node2", file, stop) == 0, moment, 60, 0.005)
+        user.warn(job)
+        result = user.wait(job)
+        assert result.state == "FAILED", result
+        (message,) = re.findall(r"^job.sh: error: .*", result.output, re.MULTILINE)
+        assert (
+            message == "job.sh: error: the time limit came before the training had begun: ask for more --time"
+        )
+        assert user.show(job)["Restarts"] == "0"
+        return
+    if moment == "first step":
+        user.until_file(job, "*-step-000001.pt")
+    else:
+        user.until(job, "^Epoch 2: ")
+    user.warn(job)
+    assert weights(user.wait(job)) == undisturbed
