@@ -349,7 +349,9 @@ class Supervisor:
 
     def all_idle(self) -> bool:
         env = os.environ | {"SLURM_CONF": str(self.state / "slurm.conf")}
-        states = subprocess.run("sinfo -hN -p main -o %T".split(), env=env, capture_output=True, text=True).stdout
+        states = subprocess.run(
+            "sinfo -hN -p main -o %T".split(), env=env, capture_output=True, text=True
+        ).stdout
         return states.split() == ["idle"] * len(self.names)
 
     def wait_for(self, condition, complaint: str) -> None:

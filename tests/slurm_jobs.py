@@ -201,7 +201,7 @@ class User(Jobs):
         return self.clone / "imagenet" / "checkpoints" / job
 
     def kill(self, node: str, text: str, number=signal.SIGKILL, age: str = "--oldest") -> int:
-        """Signal one Python process on a node that has this text in its command line; return 0 if it is there."""
+        """Signal a Python process on a node that has this text in its command line; 0 if it is there."""
         command = ["pkill", f"-{number.value}", age, "--full", f"bin/python[^ ]* {text}"]
         return self.run([*self.cluster.namespaces(node), *command]).exit_code
 

@@ -1,12 +1,11 @@
 """The imagenet example as jobs: staged, trained, stopped, killed, started again, with the same weights."""
 
 import re
-import signal
 import subprocess
 import time
 
 import pytest
-from slurm_jobs import EPOCHS, TINY, TWO, WEIGHTS_LINE, Result, weights
+from slurm_jobs import TINY, TWO, WEIGHTS_LINE, Result, weights
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -38,33 +37,6 @@ def test_the_whole_way(user):
     )
 
 
-def test_stopped_again_and_again(user, undisturbed):
-    job = user.train(*EPOCHS, "--save-steps=3")
-    for requeues, event in enumerate(["*-step-000003.pt", "epoch-002-*"], 1):
-        user.until_file(job, event)
-        user.warn(job)
-        user.until(job, f"^Job .* requeued {requeues} times$")
-    assert weights(user.wait(job)) == undisturbed
-    assert user.show(job)["Restarts"] == "2"
-
-
-@pytest.mark.parametrize("moment", ["staging", "step", "save", "evaluation"])
-def test_killed(user, undisturbed, moment):
-    """SIGKILL to a process of the job, at any moment: the end is the same."""
-    job = user.train(*EPOCHS, "--save-steps=2")
-    if moment == "staging":
-        user.until_found(job, lambda: user.kill("node2", "prepare_data.py") == 0, "staging", 60, pause=0.005)
-        assert user.wait(job).state == "FAILED"  # nothing was trained: it might fail for ever
-        assert user.run(["scontrol", "requeue", job]).exit_code == 0
-    else:
-        file = {"step": "*-step-000002.pt", "save": "*.partial", "evaluation": "epoch-001-step-000016.pt"}
-        user.until_file(job, file[moment])
-        assert user.kill("node1" if moment == "save" else "node2", "main.py") == 0
-    result = user.wait(job)
-    assert weights(result) == undisturbed
-    assert user.show(job)["Restarts"] == "1"
-
-
 def test_other_numbers_of_ranks(user, tmp_path):
     """8 ranks, then 4, then 8: the epoch lines count every sample of an epoch's whole batches."""
     eight = [*TWO, "--ntasks-per-node=4", "--gpus-per-node=4"]
@@ -78,20 +50,6 @@ def test_other_numbers_of_ranks(user, tmp_path):
     result = user.wait(user.train(*arguments, flags=eight))
     weights(Result(output + result.output, result.exit_code, result.state, result.job))
     assert "World size 8: 4 steps an epoch, 8 x 5 samples each, of 160; 24 to validate" in result.output
-
-
-def test_warned_before_training(user):
-    """A time limit that leaves no time to train is said, and is no reason to try again."""
-    job = user.train(*EPOCHS)
-    user.until_found(
-        job, lambda: user.kill("node2", "prepare_data.py", signal.SIGSTOP) == 0, "staging", 60, 0.005
-    )
-    user.warn(job)
-    result = user.wait(job)
-    assert result.state == "FAILED", result
-    (message,) = re.findall(r"^job.sh: error: .*", result.output, re.MULTILINE)
-    assert message == "job.sh: error: the time limit came before the training had begun: ask for more --time"
-    assert user.show(job)["Restarts"] == "0"
 
 
 def test_cancelled(user):
@@ -134,18 +92,6 @@ def test_array(user):
     assert [(folder / "best.pt").exists() for folder in made] == [True, True]
     # The last one to leave has removed it.
     assert user.run([*node1, "ls", shared]).exit_code != 0
-
-
-def test_a_rank_that_hangs(user):
-    """It is named, with the Python stack of every rank, within the timeout; the job is started again."""
-    job = user.train("--epochs=200", "--timeout=15")
-    user.until(job, r"^Epoch 1: ")
-    assert user.kill("node2", "main.py", signal.SIGSTOP) == 0
-    user.until(job, r"they wait for rank 1 on node2 \(does not answer", timeout=60)
-    user.until(job, r"^Job .* requeued 1 times$")
-    output = user.cancel(job).output
-    assert re.search(r"^warning: rank 0 of 2 on node1 has not moved for \d+ s", output, re.MULTILINE), output
-    assert "main.py" in output and " in train" in output, output
 
 
 def test_torchrun_elastic(user, tmp_path):

@@ -1,4 +1,4 @@
-"""What Slurm itself does to a job: signals, requeues, suspension, preemption. The end is the same each time."""
+"""What Slurm itself does to a job: signals, requeues, suspension, preemption. The end is the same."""
 
 import re
 import signal
@@ -11,7 +11,7 @@ ASKED_TO_STOP = r"^Asked to stop: saved step \d+ of epoch \d+, to go on from the
 
 
 def preempt(user: User, job: str) -> None:
-    """Let a job of another partition take the nodes, and leave them when the first one is back in the queue."""
+    """Let a more urgent job take the nodes, and leave them when the first one is back in the queue."""
     other = user.submit("", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep infinity")
     user.until_found(job, lambda: user.show(job)["JobState"] == "PENDING", "preemption", 60)
     user.run(["scancel", other])
@@ -46,7 +46,7 @@ def test_requeue_by_hand(user, undisturbed):
 
 @pytest.mark.parametrize("seconds", every_case(4, 25))
 def test_suspended(user, undisturbed, seconds):
-    """A job that is suspended for a while, or for longer than the ranks wait for each other, ends the same."""
+    """A job may be suspended for a while, and for longer than its ranks wait for each other."""
     job = user.train(*EPOCHS, "--save-steps=3", "--timeout=15")
     user.until_file(job, "*-step-000003.pt")
     assert user.run(["scontrol", "suspend", job]).exit_code == 0

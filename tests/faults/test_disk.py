@@ -1,0 +1,189 @@
+"""Checkpoints and data that are damaged, missing, of another run or not to be trusted, and full disks."""
+
+import os
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from drawn_imagenet import draw_imagenet, tar_bytes
+from slurm_jobs import EPOCHS, PICTURES, TWO, VALID_PICTURES, User, every_case, weights
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def stopped(user: User, folder: Path, *arguments: str) -> list[Path]:
+    """Let a job be stopped in its second epoch; return its checkpoints, the newest one first."""
+    job = user.train(*EPOCHS, "--save-steps=3", f"--checkpoint-dir={folder}", *arguments)
+    user.until_found(job, lambda: list(folder.glob("epoch-002-*.pt")), "second epoch", 120, 0.001)
+    user.cancel(job)
+    return sorted(folder.glob("epoch-*.pt"), reverse=True)
+
+
+def errors(output: str) -> list[str]:
+    return re.findall(r"^\S+: error: .*", output, re.MULTILINE)
+
+
+class Malicious:
+    """What torch.load must not run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("damage", every_case("bit", "cut", "empty", "code", "all"))
+def test_damaged_checkpoint(user, undisturbed, tmp_path, damage):
+    """The newest whole one is taken instead, with a warning; where there is none, nothing starts anew."""
+    folder, proof = tmp_path / "checkpoints", tmp_path / "code has run"
+    newest, *older = stopped(user, folder)
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage in ("bit", "all"):
+        newest.write_bytes(content)
+    elif damage == "code":
+        newest.write_bytes(pickle.dumps(Malicious(proof)))
+    else:
+        newest.write_bytes(content[: len(content) // 2] if damage == "cut" else b"")
+    if damage == "all":
+        for path in older:
+            path.write_bytes(b"no checkpoint")
+    result = user.wait(user.train(*EPOCHS, f"--checkpoint-dir={folder}"))
+    warnings = re.findall(r"^warning: (.*) is damaged, trying the one before: ", result.output, re.MULTILINE)
+    if damage == "all":
+        assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
+        assert errors(result.output) == [
+            f"main.py: error: no whole checkpoint is left in {folder}: "
+            "remove the damaged ones there to start anew"
+        ], result
+        assert warnings == [str(path) for path in (newest, *older)], result
+    else:
+        assert weights(result) == undisturbed
+        assert warnings == [str(newest)], result
+        assert f"\nResuming from {older[0]}\n" in result.output, result
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("change", every_case("model", "seed", "batch size", "entry"))
+def test_checkpoint_of_another_run(user, tmp_path, change):
+    """It is refused with the reason."""
+    folder = tmp_path / "checkpoints"
+    newest, *_ = stopped(user, folder)
+    other = {
+        "model": (["--model=resnet18"], "with model shufflenet_v2_x0_5, not resnet18"),
+        "seed": (["--seed=1"], "with seed 0, not 1"),
+        "batch size": (["--batch-size=4"], "with batch_size 5, not 4"),
+        "entry": ([], "does not fit"),
+    }
+    arguments, reason = other[change]
+    if change == "entry":  # whole by its digest, but with a tensor of another shape
+        import checkpoint
+
+        state = torch.load(newest, weights_only=True)
+        del state["sha256"]
+        state["model"]["fc.bias"] = torch.zeros(7)
+        torch.save(state | {"sha256": checkpoint.digest(state)}, newest)
+    result = user.wait(user.train(*EPOCHS, f"--checkpoint-dir={folder}", *arguments))
+    assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
+    (error,) = errors(result.output)
+    assert reason in error, result
+    assert newest.exists()
+
+
+@pytest.mark.parametrize("what", every_case("full", "gone", "read-only"))
+def test_checkpoint_folder(user, tmp_path, what):
+    """Training ends and says that its checkpoints are not on disk; the ones before the fault stay."""
+    # A disk of rank 0's node: enough for the staged data and two checkpoints, not for the third.
+    disk, node1 = "/tmp/a small disk", user.cluster.namespaces("node1")
+    folder = Path(f"{disk}/checkpoints")
+    user.run([*node1, "mkdir", "-p", disk])
+    user.run([*node1, "mount", "-t", "tmpfs", "-o", "size=8m", "checkpoints", disk])
+    if what == "read-only":
+        user.run([*node1, "mount", "-o", "remount,ro", disk])
+    try:
+        job = user.train(*EPOCHS, "--save-steps=3", "--keep=9", f"--checkpoint-dir={folder}")
+        if what == "gone":
+            there = [*node1, "ls", f"{folder}/epoch-001-step-000003.pt"]
+            user.until_found(job, lambda: user.run(there).exit_code == 0, "checkpoint", 60, 0.001)
+            user.run([*node1, "rm", "-rf", folder])
+        result = user.wait(job)
+        left = user.run([*node1, "ls", folder]).output.split()
+    finally:
+        user.run([*node1, "umount", disk])
+        user.run([*node1, "rmdir", disk])
+    assert result.state == "FAILED" and user.show(job)["Restarts"] == "0", result
+    if what == "read-only":
+        assert errors(result.output) == [f"main.py: error: cannot use {folder}: Read-only file system"], (
+            result
+        )
+    else:
+        reason = "No space left on device" if what == "full" else "No such file or directory"
+        said = re.findall(rf"^error: cannot write {folder}/epoch-.*", result.output, re.MULTILINE)
+        assert said and "training goes on" in said[0], result
+        (error,) = errors(result.output)
+        assert error.startswith("main.py: error: the last checkpoint is not on disk: "), result
+        assert what == "gone" or reason in error or "file write failed" in error, result
+    assert not [name for name in left if name.endswith(".partial")]
+    if what == "full":
+        assert "epoch-001-step-000003.pt" in left
+
+
+def draw(folder: Path) -> None:
+    draw_imagenet(folder, classes=4, train=PICTURES // 4, valid=VALID_PICTURES // 4, resolution=40)
+
+
+@pytest.mark.parametrize("what", every_case("bad picture", "missing", "cut", "labels", "member outside"))
+def test_bad_data(user, tmp_path, what):
+    """It is named, before training where that is possible, and is no reason to try again."""
+    source = tmp_path / "archives"
+    draw(source)
+    train = source / "ILSVRC2012_img_train.tar"
+    if what == "bad picture":
+        content = bytearray(train.read_bytes())
+        start = content.index(b"\xff\xd8\xff", len(content) // 2)  # a JPEG's first bytes
+        content[start + 20 : start + 400] = bytes(380)
+        train.write_bytes(content)
+        message = r"main.py: error: .*n0000000\d_\d+.JPEG"
+    elif what == "missing":
+        train.unlink()
+        message = f"prepare_data.py: error: .*{train.name}"
+    elif what == "cut":
+        os.truncate(train, train.stat().st_size // 2)
+        message = f"prepare_data.py: error: .*{train.name}"
+    elif what == "labels":
+        valid = source / "ILSVRC2012_img_val.tar"
+        valid.write_bytes(tar_bytes({"ILSVRC2012_val_00000001.JPEG": b"\xff\xd8\xff"}))
+        message = f"prepare_data.py: error: .*{valid.name}"
+    else:
+        source = tmp_path / "mine.tar"
+        source.write_bytes(tar_bytes({"train/a/../../../../../../../../tmp/outside.jpg": b"\xff\xd8\xff"}))
+        message = "prepare_data.py: error: .*outside.jpg|prepare_data.py: error: .*mine.tar"
+    result = user.wait(user.train(*EPOCHS, IMAGENET_DIR=str(source)))
+    assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
+    assert re.match(message, errors(result.output)[0]), result
+    assert len(set(errors(result.output))) <= 2, result  # one for each node
+    for node in ("node1", "node2"):
+        assert user.run([*user.cluster.namespaces(node), "ls", "/tmp/outside.jpg"]).exit_code != 0
+
+
+@pytest.mark.parametrize("what", every_case("full", "read-only"))
+def test_slurm_tmpdir(user, what):
+    """A node's disk without room, or that cannot be written to, is named."""
+    disk, node2 = "/tmp/a site's disk", user.cluster.namespaces("node2")
+    for node in ("node1", "node2"):
+        user.run([*user.cluster.namespaces(node), "mkdir", "-p", disk])
+    user.run([*node2, "mount", "-t", "tmpfs", "-o", "size=200k", "data", disk])
+    if what == "read-only":
+        user.run([*node2, "mount", "-o", "remount,ro", disk])
+    try:
+        result = user.wait(user.train(*EPOCHS, SLURM_TMPDIR=disk, flags=TWO))
+    finally:
+        user.run([*node2, "umount", disk])
+        for node in ("node1", "node2"):
+            user.run([*user.cluster.namespaces(node), "rm", "-rf", disk])
+    assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
+    assert re.search(rf"error: .*{disk}|cannot .*{disk}", result.output), result
+    assert "node2" in result.output and "World size" not in result.output, result

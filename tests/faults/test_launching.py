@@ -1,0 +1,104 @@
+"""Jobs that share a node or start in odd places."""
+
+import re
+import socket
+
+import pytest
+from slurm_jobs import EPOCHS, TINY, TWO, every_case, weights
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def test_same_port(user):
+    """Of two jobs with one port on a node the second says so and ends, and the first one goes on."""
+    one = ["--nodes=1", "--nodelist=node1", *TWO]
+    first = user.train("--epochs=40", flags=one, MASTER_PORT="23456")
+    user.until(first, "^World size")
+    second = user.wait(user.train(*EPOCHS, flags=one, MASTER_PORT="23456"))
+    assert second.state == "FAILED" and user.show(second.job)["Restarts"] == "0", second
+    (error,) = re.findall("^main.py: error: .*", second.output, re.MULTILINE)
+    assert "MASTER_PORT=23456" in error and "Address already in use" in error, second
+    assert "requeue" not in user.log(first)
+    user.until(first, "^Epoch 2: ")
+
+
+def test_stranger_at_the_port(user, undisturbed):
+    """Someone who speaks to rank 0's port in another language changes nothing."""
+    job = user.train(*EPOCHS, "--save-steps=3", MASTER_PORT="23457")
+    user.until_file(job, "*-step-000003.pt")
+    for message in (b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" * 4096):
+        with socket.create_connection((user.cluster.address("node1"), 23457), timeout=10) as connection:
+            connection.sendall(message)
+    assert weights(user.wait(job)) == undisturbed
+    with pytest.raises(OSError):  # it is open no longer than the job
+        socket.create_connection((user.cluster.address("node1"), 23457), timeout=10)
+
+
+def test_quotes_and_spaces(user, tmp_path, undisturbed):
+    """Any character may be in a path. (The repository is in a folder with a space, too.)"""
+    folder = tmp_path / """a 'single' and a "double" quote, $HOME, `date`, a*? and \\"""
+    result = user.wait(user.train(*EPOCHS, f"--checkpoint-dir={folder}"))
+    assert weights(result) == undisturbed
+    assert (folder / "best.pt").exists()
+
+
+def test_output_folder_missing(user, tmp_path):
+    """Slurm 22.05 fails without a log; later ones make the folder. Nothing is left in either case."""
+    output = tmp_path / "missing" / "%j.out"
+    result = user.run(
+        ["sbatch", "--parsable", f"--output={output}", *TWO, "job.sh", *TINY, *EPOCHS], "imagenet"
+    )
+    job = result.output.strip()
+    ended = user.wait(job)
+    log = output.with_name(f"{job}.out")
+    version = user.run(["sbatch", "--version"]).output.split()[1]
+    if tuple(map(int, version.split(".")[:2])) < (23, 2):
+        assert ended.state == "FAILED" and not log.exists(), ended
+    else:
+        assert ended.state == "COMPLETED" and "Weights SHA-256" in log.read_text(), ended
+
+
+def test_main_without_srun(user):
+    """In a batch script, main.py alone would wait for tasks that do not exist: it says so."""
+    script = "cd imagenet && uv run --no-sync python main.py --synthetic " + " ".join(TINY)
+    result = user.sbatch("", "--nodes=2", *TWO, f"--wrap={script}")
+    assert result.state == "FAILED", result
+    assert re.findall("^main.py: .*", result.output, re.MULTILINE) == [
+        "main.py: error: this is none of the 2 tasks of the job: start main.py with srun"
+    ]
+
+
+def test_torchrun_in_srun_in_salloc(user):
+    torchrun = "uv run --no-sync torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
+    script = f"""
+        export OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
+        node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+        srun {torchrun} --rdzv-endpoint="$node:29400" \\
+            main.py --synthetic --limit-train-samples=160 --limit-valid-samples=24 {" ".join(TINY)} --epochs=1
+    """
+    result = user.run(["salloc", "--nodes=2", *TWO, "bash", "-euc", script], "imagenet")
+    assert result.exit_code == 0, result
+    assert result.output.count("Weights SHA-256") == 1 and "World size 2" in result.output, result
+
+
+@pytest.mark.parametrize("tasks", every_case(4, 24))
+def test_many_tasks_start_at_once(user, tasks):
+    """All of them start uv and import torch at the same moment, without a way to the internet."""
+    flags = [f"--ntasks-per-node={tasks // 2}", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=16G"]
+    arguments = ["--epochs=1", "--batch-size=1", "--workers=0"]
+    result = user.wait(user.train(*arguments, flags=flags), timeout=800)
+    weights(result)
+    assert f"World size {tasks}: " in result.output
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("jobs, at_once", every_case((6, 3), (200, 50)))
+def test_many_short_jobs(user, jobs, at_once):
+    """An array of short jobs: none is lost."""
+    flags = ["--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=1G", f"--array=1-{jobs}%{at_once}"]
+    flags += [f"--output={user.logs}/%A_%a.out", "--ntasks-per-node=1", "--gpus-per-node=0"]
+    array = user.train(
+        "--epochs=1", "--model=dummy", "--workers=0", flags=flags, DATA_DIR="/tmp/shared by many"
+    )
+    results = [user.wait(f"{array}_{task}", timeout=3000) for task in range(1, jobs + 1)]
+    assert len({weights(result) for result in results}) == jobs  # each has a seed of its own

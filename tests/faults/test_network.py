@@ -1,0 +1,92 @@
+"""Networks, nodes and the controller fail, and come back: the end is the same."""
+
+import re
+
+import pytest
+from slurm_jobs import EPOCHS, every_case, weights
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+# Ranks wait 15 seconds for each other, and say after 11 that they do.
+ARGUMENTS = [*EPOCHS, "--save-steps=3", "--timeout=15"]
+NOTICED = "^warning: rank . of 2 on node. has not moved for"
+
+
+@pytest.fixture(autouse=True)
+def repaired(user):
+    """Nodes and network are whole again after each test, and all nodes idle."""
+    yield
+    user.cluster.cable("node2", "up")
+    user.cluster.revive()
+    user.until_found("", lambda: user.run(["scontrol", "ping"]).exit_code == 0, "controller", 60, 0.01)
+    user.run(["scontrol", "update", "NodeName=ALL", "State=RESUME"])
+
+    def idle() -> bool:
+        states = user.run("sinfo -hN -p main -o %T".split()).output.split()
+        return states == ["idle"] * len(user.cluster.nodes)
+
+    user.until_found("", idle, "idle nodes", 60, 0.01)
+
+
+@pytest.mark.parametrize("length", every_case("long", "short"))
+@pytest.mark.parametrize("what", ["route", "cable"])
+def test_network_fails(user, undisturbed, what, length):
+    """Nodes cannot reach each other, or one nobody: for longer than ranks wait, or for a moment only."""
+    job = user.train(*ARGUMENTS)
+    user.until_file(job, "*-step-000003.pt")
+    ends = [("node1", "node2"), ("node2", "node1")] if what == "route" else []
+    routes = [
+        ([*user.cluster.namespaces(here), "ip", "route"], ["blackhole", user.cluster.address(there)])
+        for here, there in ends
+    ]
+    for command, route in routes:
+        assert user.run([*command, "add", *route]).exit_code == 0
+    if what == "cable":
+        user.cluster.cable("node2", "down")
+    if length == "long":
+        user.until(job, NOTICED)
+        user.until(job, "^RuntimeError|^.rank.*Error")
+    else:
+        user.run(["sleep", "4"])  # as long as the fault lasts
+    for command, route in routes:
+        assert user.run([*command, "del", *route]).exit_code == 0
+    if what == "cable":
+        user.cluster.cable("node2", "up")
+    result = user.wait(job)
+    assert weights(result) == undisturbed
+    assert user.show(job)["Restarts"] == ("1" if length == "long" else "0")
+    if length == "short":
+        assert "Error" not in result.output and "warning: rank" not in result.output, result
+
+
+@pytest.mark.parametrize("then", every_case("stays away", "returns"))
+def test_node_crashes(user, undisturbed, then):
+    """A node loses its power: the job starts again, on another one if it must."""
+    job = user.train(*ARGUMENTS)
+    user.until_file(job, "*-step-000003.pt")
+    user.cluster.crash("node2")
+    if then == "returns":
+        user.cluster.revive()
+    user.until(job, "^Job .* requeued 1 times", timeout=200)
+    nodes = user.show(job)["NodeList"]
+    result = user.wait(job)
+    assert weights(result) == undisturbed
+    if then == "stays away":
+        assert nodes == "node[1,3]"
+    assert re.search(r"^Resuming from .*epoch-001-step-\d+.pt$", result.output, re.MULTILINE), result
+
+
+@pytest.mark.parametrize("moment", every_case("training", "requeue"))
+def test_controller_restarts(user, undisturbed, moment):
+    """A job neither notices that the controller is away, nor loses its place in the queue through it."""
+    job = user.train(*ARGUMENTS)
+    user.until_file(job, "*-step-000003.pt")
+    user.cluster.crash("controller")
+    if moment == "training":
+        user.until_file(job, "epoch-002-*.pt")
+    else:
+        user.kill("node2", "main.py")
+        user.until(job, "^job.sh: status .*: to be requeued$")
+    user.cluster.revive()
+    result = user.wait(job)
+    assert weights(result) == undisturbed
+    assert user.show(job)["Restarts"] == ("0" if moment == "training" else "1")
