@@ -230,8 +230,8 @@ class Checkpoints:
             self.failure = ""
             for old in self._paths()[: -self.keep]:
                 old.unlink()
-        except Exception as error:  # a full disk is a RuntimeError, too
-            self._give_up(path, partial, error)
+        except Exception as error:  # for a full disk, a RuntimeError whose context says so
+            self._give_up(path, partial, error.__context__ or error)
 
     def _link_best(self, path: Path) -> None:
         partial = self.folder / "best.pt.partial"

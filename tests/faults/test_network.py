@@ -5,18 +5,17 @@ import re
 import pytest
 from slurm_jobs import EPOCHS, every_case, weights
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
 # Ranks wait 15 seconds for each other, and say after 11 that they do.
 ARGUMENTS = [*EPOCHS, "--save-steps=3", "--timeout=15"]
 NOTICED = "^warning: rank . of 2 on node. has not moved for"
 
 
 @pytest.fixture(autouse=True)
-def repaired(user):
+def repaired(user, nothing_left):
     """Nodes and network are whole again after each test, and all nodes idle."""
     yield
-    user.cluster.cable("node2", "up")
     user.cluster.revive()
+    user.cluster.cable("node2", "up")
     user.until_found("", lambda: user.run(["scontrol", "ping"]).exit_code == 0, "controller", 60, 0.01)
     user.run(["scontrol", "update", "NodeName=ALL", "State=RESUME"])
 
