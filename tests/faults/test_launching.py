@@ -18,7 +18,7 @@ def test_same_port(user):
     assert second.state == "FAILED" and user.show(second.job)["Restarts"] == "0", second
     (error,) = re.findall("^main.py: error: .*", second.output, re.MULTILINE)
     assert "MASTER_PORT=23456" in error and "Address already in use" in error, second
-    assert "requeue" not in user.log(first)
+    assert "to be requeued" not in user.log(first)
     user.until(first, "^Epoch 2: ")
 
 
@@ -85,20 +85,20 @@ def test_torchrun_in_srun_in_salloc(user):
 def test_many_tasks_start_at_once(user, tasks):
     """All of them start uv and import torch at the same moment, without a way to the internet."""
     flags = [f"--ntasks-per-node={tasks // 2}", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=16G"]
-    arguments = ["--epochs=1", "--batch-size=1", "--workers=0"]
+    arguments = ["--epochs=1", "--batch-size=1", "--image-size=64", "--workers=0"]
     result = user.wait(user.train(*arguments, flags=flags), timeout=800)
     weights(result)
     assert f"World size {tasks}: " in result.output
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("jobs, at_once", every_case((6, 3), (200, 50)))
-def test_many_short_jobs(user, jobs, at_once):
+@pytest.mark.parametrize("count, at_once", every_case((6, 3), (200, 50)))
+def test_many_short_jobs(user, count, at_once):
     """An array of short jobs: none is lost."""
-    flags = ["--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=1G", f"--array=1-{jobs}%{at_once}"]
+    flags = ["--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=1G", f"--array=1-{count}%{at_once}"]
     flags += [f"--output={user.logs}/%A_%a.out", "--ntasks-per-node=1", "--gpus-per-node=0"]
     array = user.train(
         "--epochs=1", "--model=dummy", "--workers=0", flags=flags, DATA_DIR="/tmp/shared by many"
     )
-    results = [user.wait(f"{array}_{task}", timeout=3000) for task in range(1, jobs + 1)]
-    assert len({weights(result) for result in results}) == jobs  # each has a seed of its own
+    results = [user.wait(f"{array}_{task}", timeout=3000) for task in range(1, count + 1)]
+    assert len({weights(result) for result in results}) == count  # each has a seed of its own

@@ -1,0 +1,24 @@
+"""A loss that is not a number."""
+
+import re
+
+import pytest
+from slurm_jobs import EPOCHS, every_case
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.mark.parametrize("learning_rate", every_case("1e30", "1e10"))
+def test_loss_is_not_finite(user, learning_rate):
+    """All ranks stop within the steps after which they talk; one line says why, and nothing of it is saved."""
+    job = user.train(*EPOCHS, f"--learning-rate={learning_rate}", "--weight-decay=0", "--save-steps=4")
+    result = user.wait(job)
+    assert result.state == "FAILED" and user.show(job)["Restarts"] == "0", result
+    (step,) = re.findall(
+        r"^main.py: error: the loss is (?:nan|inf) before step (\d+) of epoch 1: nothing of it is saved$",
+        result.output,
+        re.MULTILINE,
+    )
+    saved = [path.name for path in user.checkpoints(job).glob("epoch-*")]
+    assert all(name < f"epoch-001-step-{int(step):06}" for name in saved), (saved, result)
+    assert "Traceback" not in result.output, result
