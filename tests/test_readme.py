@@ -73,8 +73,11 @@ def test_readme_files_are_up_to_date():
     ]
 
 
-@pytest.mark.parametrize("path", README_FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_readme_files_render_without_a_warning(path, tmp_path):
+PAGES = [*README_FILES, *sorted((REPOSITORY / "docs").glob("*.rst"))]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_pages_render_without_a_warning(path, tmp_path):
     command = [sys.executable, "-m", "docutils", "--strict", path, tmp_path / "out.html"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=path.parent)
     assert result.returncode == 0 and not result.stderr, result.stderr

@@ -1,16 +1,20 @@
 """Checkpoints and data that are damaged, missing, of another run or not to be trusted, and full disks."""
 
+import importlib
 import os
 import pickle
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from drawn_imagenet import draw_imagenet, tar_bytes
-from slurm_jobs import EPOCHS, PICTURES, TWO, VALID_PICTURES, User, every_case, weights
+from slurm_jobs import EPOCHS, PICTURES, REPOSITORY, TWO, VALID_PICTURES, User, every_case, weights
 
+sys.path.append(str(REPOSITORY / "imagenet"))  # where the examples keep their modules
+checkpoint = importlib.import_module("checkpoint")
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
@@ -81,8 +85,6 @@ def test_checkpoint_of_another_run(user, tmp_path, change):
     }
     arguments, reason = other[change]
     if change == "entry":  # whole by its digest, but with a tensor of another shape
-        import checkpoint
-
         state = torch.load(newest, weights_only=True)
         del state["sha256"]
         state["model"]["fc.bias"] = torch.zeros(7)

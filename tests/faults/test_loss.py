@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 @pytest.mark.parametrize("learning_rate", every_case("1e30", "1e10"))
 def test_loss_is_not_finite(user, learning_rate):
-    """All ranks stop within the steps after which they talk; one line says why, and nothing of it is saved."""
+    """All ranks stop when they next talk, one line says why, and nothing of it is saved."""
     job = user.train(*EPOCHS, f"--learning-rate={learning_rate}", "--weight-decay=0", "--save-steps=4")
     result = user.wait(job)
     assert result.state == "FAILED" and user.show(job)["Restarts"] == "0", result

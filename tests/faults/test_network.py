@@ -57,35 +57,27 @@ def test_network_fails(user, undisturbed, what, length):
         assert "Error" not in result.output and "warning: rank" not in result.output, result
 
 
-@pytest.mark.parametrize("then", every_case("stays away", "returns"))
-def test_node_crashes(user, undisturbed, then):
-    """A node loses its power: the job starts again, on another one if it must."""
+def test_node_crashes(user, undisturbed):
+    """A node loses its power: the job starts again, on another one."""
     job = user.train(*ARGUMENTS)
     user.until_file(job, "*-step-000003.pt")
     user.cluster.crash("node2")
-    if then == "returns":
-        user.cluster.revive()
     user.until(job, "^Job .* requeued 1 times", timeout=200)
     nodes = user.show(job)["NodeList"]
     result = user.wait(job)
     assert weights(result) == undisturbed
-    if then == "stays away":
-        assert nodes == "node[1,3]"
+    assert nodes == "node[1,3]"
     assert re.search(r"^Resuming from .*epoch-001-step-\d+.pt$", result.output, re.MULTILINE), result
 
 
-@pytest.mark.parametrize("moment", every_case("training", "requeue"))
-def test_controller_restarts(user, undisturbed, moment):
-    """A job neither notices that the controller is away, nor loses its place in the queue through it."""
+def test_controller_restarts(user, undisturbed):
+    """A job does not notice that the controller is away for a while."""
     job = user.train(*ARGUMENTS)
     user.until_file(job, "*-step-000003.pt")
     user.cluster.crash("controller")
-    if moment == "training":
-        user.until_file(job, "epoch-002-*.pt")
-    else:
-        user.kill("node2", "main.py")
-        user.until(job, "^job.sh: status .*: to be requeued$")
+    user.until_file(job, "epoch-002-*.pt")
     user.cluster.revive()
+    user.until_found("", lambda: user.run(["scontrol", "ping"]).exit_code == 0, "controller", 60, 0.01)
     result = user.wait(job)
     assert weights(result) == undisturbed
-    assert user.show(job)["Restarts"] == ("0" if moment == "training" else "1")
+    assert user.show(job)["Restarts"] == "0"
