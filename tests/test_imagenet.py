@@ -14,7 +14,7 @@ def test_the_whole_way(user):
     """safe_sbatch, staging, training, time limit, requeue, end: the same weights as of a run not stopped."""
     # Links to uv's cache: the nodes' disks here are smaller than the environment.
     flags = [*TWO, "--parsable", f"--output={user.logs}/%j.out", "--signal=B:USR1@90", "--time=10"]
-    command = ["./safe_sbatch", *flags, "job.sh", *TINY, "--epochs=25"]
+    command = ["./safe_sbatch", *flags, "job.sh", *TINY, "--epochs=35"]
 
     def submit() -> str:
         result = user.run(command, "imagenet", UV_LINK_MODE="symlink")
