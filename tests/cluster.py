@@ -329,7 +329,9 @@ class Supervisor:
         script = ["sh", f"{self.state}/host.sh", str(self.state), name, f"{self.subnet}.{number}"]
         host = self.spawn(name, [*unshare, *script, *command], stdin=subprocess.PIPE)
         (self.state / f"{name}.pid").write_text(str(host.pid))
-        run(f"ip link add {name} netns {self.switch.pid} type veth peer name eth0 netns {host.pid}")
+        # A host that comes back has the same network card: the others remember its hardware address.
+        card = f"name eth0 address 02:00:00:00:00:{number:02x}"
+        run(f"ip link add {name} netns {self.switch.pid} type veth peer {card} netns {host.pid}")
         self.inside(self.switch, f"ip link set {name} master switch up")
         host.stdin.write(b"connected\n")
         host.stdin.close()
