@@ -38,9 +38,11 @@ warned() {
 trap warned USR1
 end() {
     trap '' USR1
-    # An error that would come again removes that file on its node; what else ends a training may not come again.
-    if [ "$1" != 0 ] && on_each_node test -e "$SLURM_TMPDIR/training"; then again=yes; fi
-    on_each_node bash -c clean_up || true
+    # An error that would come again removes `training` on its node; what else ends a training may not come again.
+    if [ "$1" != 0 ] && [ -e "$SLURM_TMPDIR/training" ]; then # --immediate: a node may be gone, and never answer
+        if on_each_node --immediate=30 bash -c may_pass || [ $? != 66 ]; then again=yes; fi
+    fi
+    on_each_node --immediate=30 bash -c clean_up || clean_up || true
     job=$(scontrol show job "$SLURM_JOB_ID")
     if [[ $1 == 0 || $job == *JobState=CANCELLED* ]]; then # it must not come back
         exit "$1"
@@ -66,11 +68,12 @@ stage() {
     rm -f "$SLURM_TMPDIR/training"
     [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --source "$IMAGENET_DIR" --data-dir "$DATA_DIR"
 }
+may_pass() { [ -e "$SLURM_TMPDIR/training" ] || exit 66; }
 clean_up() {
     [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --data-dir "$DATA_DIR" --release
     [ -z "${OWN_TMPDIR:-}" ] || rm -rf "$SLURM_TMPDIR"
 }
-export -f stage clean_up
+export -f stage may_pass clean_up
 
 # Rank 0 waits for the other ranks here; the port follows the job, because jobs may share a node.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -97,5 +100,5 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=$SLURM_CPUS_PER_T
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
 export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
 # In a job array, the task's number is the seed, unless the arguments say otherwise.
-attend srun --kill-on-bad-exit=1 uv run --no-sync python main.py --data-dir "$DATA_DIR" \
+attend srun --kill-on-bad-exit=1 --wait=60 uv run --no-sync python main.py --data-dir "$DATA_DIR" \
     ${SLURM_ARRAY_TASK_ID:+--seed="$SLURM_ARRAY_TASK_ID"} "$@"

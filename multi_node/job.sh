@@ -20,7 +20,7 @@ on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; 
 # is removed at the end of this script; after scancel or at the time limit, it may stay.
 if [ -z "${SLURM_TMPDIR:-}" ]; then
     export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID
-    trap 'on_each_node rm -rf "$SLURM_TMPDIR"' EXIT
+    trap 'on_each_node --immediate=30 rm -rf "$SLURM_TMPDIR" || rm -rf "$SLURM_TMPDIR"' EXIT # a node may be gone
 fi
 stage() {
     mkdir -p "$SLURM_TMPDIR/data"
@@ -44,4 +44,4 @@ uv sync --locked
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
 export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
-srun --kill-on-bad-exit=1 uv run --no-sync python main.py "$@"
+srun --kill-on-bad-exit=1 --wait=60 uv run --no-sync python main.py "$@"

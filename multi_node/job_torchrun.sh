@@ -20,7 +20,7 @@ on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; 
 # is removed at the end of this script; after scancel or at the time limit, it may stay.
 if [ -z "${SLURM_TMPDIR:-}" ]; then
     export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID
-    trap 'on_each_node rm -rf "$SLURM_TMPDIR"' EXIT
+    trap 'on_each_node --immediate=30 rm -rf "$SLURM_TMPDIR" || rm -rf "$SLURM_TMPDIR"' EXIT # a node may be gone
 fi
 stage() {
     mkdir -p "$SLURM_TMPDIR/data"
@@ -51,4 +51,4 @@ launch() {
 }
 export -f launch
 unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK # this task is to have all the CPUs of the job on its node
-on_each_node -l --kill-on-bad-exit=1 --cpu-bind=none bash -c 'launch "$@"' launch "$@"
+on_each_node -l --kill-on-bad-exit=1 --wait=60 --cpu-bind=none bash -c 'launch "$@"' launch "$@"

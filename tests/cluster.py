@@ -6,10 +6,15 @@ processes (Linux namespaces), joined by a bridge. GPUs are generic resources wit
 and the nodes claim more CPUs and memory than this machine has. Nothing of it outlives its supervisor
 process, and the machine's own /etc and munge are left alone.
 
+Slurm is the installed one, or another that some release of Debian has: debootstrap puts that release into
+/var/tmp the first time, and its /usr takes the place of the machine's on the cluster's hosts.
+
     eval "$(python3 tests/cluster.py up --nodes 2 --gpus 4)"    start one; sbatch and srun here then mean it
     (cd multi_node && sbatch job.sh)
     python3 tests/cluster.py exec node1 ps ax                   look into a node
     python3 tests/cluster.py down
+
+    eval "$(python3 tests/cluster.py up --slurm 24.11 --proctrack cgroup)"
 """
 
 import argparse
@@ -19,6 +24,7 @@ import select
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +36,12 @@ PARENT = Path(
 )  # not /run or /tmp: Slurm executes job scripts from here, and nodes have a /tmp of their own
 PREFIX = "slurm-cluster-"
 PROGRAMS = ["slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv"]
+FREEZER = Path("/sys/fs/cgroup/freezer")  # control groups of version 1, for their processes
 START_SECONDS = 60
+RELEASES = {"24.11": "trixie", "26.05": "forky"}  # of Debian, by the Slurm that they have
+PROCTRACK = ["linuxproc", "cgroup"]
+PACKAGES = "slurmctld slurmd slurm-client munge iproute2 procps git g++ python3".split()
+COMMANDS = "sacct salloc sbatch scancel scontrol sinfo squeue srun".split()
 
 SLURM_CONF = """\
 ClusterName=cluster
@@ -45,7 +56,7 @@ SlurmdSpoolDir={state}/spool-%n
 SlurmdPidFile={state}/slurmd-%n.pid
 SlurmdLogFile={state}/slurmd-%n.log
 SlurmdParameters=config_overrides
-ProctrackType=proctrack/linuxproc
+ProctrackType={proctrack}
 TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
@@ -64,13 +75,14 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 
-# The first process of a host: state, name, address and the daemon to run are its arguments. It waits on
+# The first process of a host: state, name, address, root and the daemon to run are its arguments. It waits on
 # standard input for its network cable. /tmp becomes a disk of the host's own, in which the folders that the
-# machine has in /tmp stay visible: a clone of this repository may be among them.
+# machine has in /tmp stay visible: a clone of this repository may be among them. Control groups are the
+# cluster's own, where they are used, and /usr is the one of `root`, if that is not the machine's.
 HOST = """\
 set -eu
-state=$1 name=$2 address=$3
-shift 3
+state=$1 name=$2 address=$3 root=$4
+shift 4
 read -r cable
 hostname "$name"
 ip link set lo up
@@ -86,8 +98,20 @@ for folder in /tmp/*/; do
 done
 mount --move "$state/disk-$name" /tmp
 mount -t tmpfs -o mode=1777 "$name" /dev/shm
+groups=/sys/fs/cgroup/freezer
+[ ! -d "$groups/$(basename "$state")" ] || mount --bind "$groups/$(basename "$state")" "$groups"
+[ "$root" = / ] || { mount --bind /usr/local "$root/usr/local" && mount --rbind "$root/usr" /usr; }
 "$@" >> "$state/$name.out" 2>&1 &
 wait
+"""
+
+
+# One of Slurm's commands, as a user of the machine calls it.
+COMMAND = """\
+#!/bin/sh
+PATH=${{PATH#{state}/bin:}}
+take_usr='mount --bind /usr/local "$0/usr/local" && mount --rbind "$0/usr" /usr'
+exec unshare --mount sh -c "$take_usr"' && exec "$@"' {root} /usr/bin/{name} "$@"
 """
 
 
@@ -106,12 +130,39 @@ def missing_requirements() -> str | None:
     return None
 
 
+def root_of(slurm: str) -> Path:
+    """Return the folder whose /usr has this Slurm, `/` for the installed one; download it, the first time."""
+    if slurm == "installed":
+        return Path("/")
+    root = PARENT / f"slurm-{slurm}"
+    if not root.exists():
+        if not shutil.which("debootstrap"):
+            raise ClusterError("not installed: debootstrap, which downloads other releases of Debian")
+        debian = "'Origin: Debian' 'Label: Debian' 'Created-By: Packages'"
+        mirrors = run(f"apt-get indextargets --format '$(REPO_URI)' {debian}").split()
+        if not mirrors:
+            raise ClusterError("apt's sources name no mirror of Debian to download another Slurm from")
+        half_done = Path(tempfile.mkdtemp(prefix=f"slurm-{slurm}-", dir=PARENT))
+        half_done.chmod(0o755)
+        try:
+            run(
+                f"debootstrap --variant=minbase --include={','.join(PACKAGES)} {RELEASES[slurm]} {half_done} "
+                f"{mirrors[0]} /usr/share/debootstrap/scripts/sid"
+            )
+            half_done.rename(root)
+        finally:
+            shutil.rmtree(half_done, ignore_errors=True)
+    return root
+
+
 class Cluster:
     """A running cluster, as its users see it. `env` holds what Slurm's commands need to find it."""
 
     def __init__(self, state: Path):
         self.state = state
         self.env = {"SLURM_CONF": str(state / "slurm.conf")}
+        if (state / "bin").exists():
+            self.env["PATH"] = f"{state}/bin:{os.environ['PATH']}"
 
     @property
     def nodes(self) -> list[str]:
@@ -172,20 +223,30 @@ class Cluster:
         os.close(with_pidfd)
 
 
-def start(nodes: int, gpus: int, cpus: int, lifeline: int | None = None) -> tuple[Cluster, subprocess.Popen]:
+def start(
+    nodes: int,
+    gpus: int,
+    cpus: int,
+    slurm: str = "installed",
+    proctrack: str = "linuxproc",
+    lifeline: int | None = None,
+) -> tuple[Cluster, subprocess.Popen]:
     """Start a cluster and return it, and its supervisor, when every node is idle.
 
+    `slurm` is "installed" or one of RELEASES; `proctrack`, how it finds a job's processes, one of PROCTRACK.
     The cluster ends with `Cluster.stop`, and, if it is given a `lifeline`, when the other end of that pipe
     closes: when its owner is gone, however it went.
     """
     if reason := missing_requirements():
         raise ClusterError(reason)
     remove_leftovers()
+    root = root_of(slurm)
     state = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PARENT))
     state.chmod(0o755)
     if lifeline is None:
         (state / "detached").touch()
-    command = [sys.executable, __file__, "supervise", str(state), str(nodes), str(gpus), str(cpus)]
+    command = [sys.executable, __file__, "supervise", str(state), str(root), proctrack]
+    command += [str(nodes), str(gpus), str(cpus)]
     read_end, write_end = os.pipe()
     with (state / "supervisor.out").open("w") as log:
         supervisor = subprocess.Popen(
@@ -224,14 +285,23 @@ def remove_leftovers() -> None:
     for path in PARENT.glob(PREFIX + "*"):
         young = time.time() - path.stat().st_mtime < START_SECONDS  # perhaps just being started
         if not young and not supervisor_is_alive(path):
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
+
+
+def remove(state: Path) -> None:
+    """Remove the folder of a cluster that is over, and its control groups, which are empty then."""
+    for folder, _, _ in os.walk(FREEZER / state.name, topdown=False):
+        os.rmdir(folder)
+    shutil.rmtree(state, ignore_errors=True)
 
 
 class Supervisor:
     """The process that all others of a cluster die with."""
 
-    def __init__(self, state: Path, nodes: int, gpus: int, cpus: int):
+    def __init__(self, state: Path, root: Path, proctrack: str, nodes: int, gpus: int, cpus: int):
         self.state = state
+        self.root = root
+        self.proctrack = proctrack
         self.names = [f"node{i}" for i in range(1, nodes + 1)]
         self.gpus = gpus
         self.cpus = cpus
@@ -298,19 +368,38 @@ class Supervisor:
             for i, name in enumerate(self.names)
         )
         (self.state / "slurm.conf").write_text(
-            SLURM_CONF.format(state=self.state, subnet=self.subnet, nodes=nodes)
+            SLURM_CONF.format(
+                state=self.state, subnet=self.subnet, nodes=nodes, proctrack=f"proctrack/{self.proctrack}"
+            )
         )
+        if self.root != Path("/"):
+            (self.state / "bin").mkdir()
+            for name in COMMANDS:
+                path = self.state / "bin" / name
+                path.write_text(COMMAND.format(state=self.state, root=self.root, name=name))
+                path.chmod(0o755)
         # Slurm wants a device file for every GPU: these are /dev/null by another name.
         for i in range(self.gpus):
             os.mknod(self.state / f"gpu{i}", 0o666 | 0o020000, os.makedev(1, 3))
         gres = f"Name=gpu File={self.state}/gpu[0-{self.gpus - 1}]\n" if self.gpus else ""
         (self.state / "gres.conf").write_text(gres)
         # Where the kernel has control groups of version 2, slurmd would want systemd to make some.
-        version = tuple(int(number) for number in re.findall(r"\d+", run("slurmd -V"))[:2])
-        if version >= (23, 11):  # older ones do not know the word
+        version = tuple(
+            int(number) for number in re.findall(r"\d+", run(f"chroot {self.root} slurmd -V"))[:2]
+        )
+        if self.proctrack == "cgroup":
+            if not FREEZER.exists():
+                raise ClusterError("--proctrack=cgroup wants control groups of version 1 here")
+            (FREEZER / self.state.name).mkdir()
+            (self.state / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        elif version >= (23, 11):  # older ones do not know the word
             (self.state / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
         (self.state / "host.sh").write_text(HOST)
-        hosts = ["127.0.0.1 localhost", f"{self.subnet}.2 controller"]
+        hosts = [
+            "127.0.0.1 localhost",
+            f"{self.subnet}.1 {socket.gethostname()}",
+            f"{self.subnet}.2 controller",
+        ]
         for i, name in enumerate(self.names):
             # The second spelling is for c10d, which wants the names of its IPv6 peers and warns without.
             hosts += [f"{self.subnet}.{11 + i} {name}", f"::ffff:{self.subnet}.{11 + i} {name}"]
@@ -322,11 +411,12 @@ class Supervisor:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
 
-    def add_host(self, name: str, number: int, command: list[str]) -> None:
+    def add_host(self, name: str, number: int, command: list[str], uptime: str = "") -> None:
         """Start a host, connect it to the switch and let it run `command`."""
         self.hosts[name] = (number, command)
-        unshare = "unshare --net --uts --mount --pid --fork --kill-child --mount-proc".split()
+        unshare = f"unshare {uptime} --net --uts --mount --pid --fork --kill-child --mount-proc".split()
         script = ["sh", f"{self.state}/host.sh", str(self.state), name, f"{self.subnet}.{number}"]
+        script.append(str(self.root))
         host = self.spawn(name, [*unshare, *script, *command], stdin=subprocess.PIPE)
         (self.state / f"{name}.pid").write_text(str(host.pid))
         # A host that comes back has the same network card: the others remember its hardware address.
@@ -343,17 +433,17 @@ class Supervisor:
                 # The kernel removes the cable of a host that is gone, but some time later.
                 delete = f"nsenter --target {self.switch.pid} --net ip link delete {name}"
                 subprocess.run(delete.split(), capture_output=True)
-                self.add_host(name, number, command)
+                # Slurm sees by its uptime that a host was away.
+                uptime = f"--time --boottime={1 - int(time.clock_gettime(time.CLOCK_BOOTTIME))}"
+                self.add_host(name, number, command, uptime)
         (self.state / "revived").touch()
 
     def inside(self, process: subprocess.Popen, command: str) -> None:
         run(f"nsenter --target {process.pid} --net {command}")
 
     def all_idle(self) -> bool:
-        env = os.environ | {"SLURM_CONF": str(self.state / "slurm.conf")}
-        states = subprocess.run(
-            "sinfo -hN -p main -o %T".split(), env=env, capture_output=True, text=True
-        ).stdout
+        command, env = "sinfo -hN -p main -o %T".split(), os.environ | Cluster(self.state).env
+        states = subprocess.run(command, env=env, capture_output=True, text=True).stdout
         return states.split() == ["idle"] * len(self.names)
 
     def wait_for(self, condition, complaint: str) -> None:
@@ -378,7 +468,7 @@ class Supervisor:
             process.wait()
         # The kernel removes the link with the switch, but some time later.
         subprocess.run(["ip", "link", "delete", self.link], capture_output=True)
-        shutil.rmtree(self.state)
+        remove(self.state)
 
 
 def run(command: str) -> str:
@@ -389,13 +479,13 @@ def run(command: str) -> str:
     return result.stdout
 
 
-def supervise(state: Path, nodes: int, gpus: int, cpus: int, answer: int) -> None:
+def supervise(state: Path, answer: int, *cluster) -> None:
     """Start a cluster, say so on file descriptor `answer`; stop it on SIGTERM or at the end of stdin."""
     wake, wake_writer = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(wake_writer)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
-    supervisor = Supervisor(state, nodes, gpus, cpus)
+    supervisor = Supervisor(state, *cluster)
     message = "ready"
     try:
         supervisor.start()
@@ -422,24 +512,31 @@ def main() -> None:
     up.add_argument("--nodes", type=int, default=2)
     up.add_argument("--gpus", type=int, default=4, help="GPUs a node (default: 4)")
     up.add_argument("--cpus", type=int, default=64, help="CPUs a node claims to have (default: 64)")
+    up.add_argument("--slurm", choices=["installed", *RELEASES], default="installed")
+    up.add_argument(
+        "--proctrack", choices=PROCTRACK, default="linuxproc", help="how it finds jobs' processes"
+    )
     commands.add_parser("down", help="stop the cluster")
     execute = commands.add_parser("exec", help="run a command on a node")
     execute.add_argument("node")
     execute.add_argument("argv", nargs=argparse.REMAINDER)
     internal = commands.add_parser("supervise")
-    internal.add_argument("state", type=Path)
+    for name in ("state", "root"):
+        internal.add_argument(name, type=Path)
+    internal.add_argument("proctrack")
     for name in ("nodes", "gpus", "cpus", "answer"):
         internal.add_argument(name, type=int)
     args = parser.parse_args()
     if args.command == "supervise":
-        return supervise(args.state, args.nodes, args.gpus, args.cpus, args.answer)
+        shape = (args.nodes, args.gpus, args.cpus)
+        return supervise(args.state, args.answer, args.root, args.proctrack, *shape)
     try:
         clusters = running()
         if args.command == "up":
             if clusters:
                 raise ClusterError(f"one is running: SLURM_CONF={clusters[0].env['SLURM_CONF']}")
-            cluster, _ = start(args.nodes, args.gpus, args.cpus)
-            print(f"export SLURM_CONF={cluster.env['SLURM_CONF']}")
+            cluster, _ = start(args.nodes, args.gpus, args.cpus, args.slurm, args.proctrack)
+            print(f"export {' '.join(f'{name}={shlex.quote(value)}' for name, value in cluster.env.items())}")
             print(f"{args.nodes} nodes are ready", file=sys.stderr)
         elif args.command == "down":
             for cluster in clusters:

@@ -27,10 +27,14 @@ from slurm_jobs import (
 
 def pytest_addoption(parser):
     parser.addoption("--every-case", action="store_true", help="run all cases of the fault matrix: hours")
+    parser.addoption(
+        "--slurm", choices=slurm.RELEASES, help="run every case on this Slurm, not the installed one"
+    )
+    parser.addoption("--proctrack", choices=slurm.PROCTRACK, help="run every case with this ProctrackType")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--every-case"):
+    if not any(config.getoption(name) for name in ("every_case", "slurm", "proctrack")):
         others = [item for item in items if item.get_closest_marker("every_case")]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
@@ -70,13 +74,15 @@ def archive(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory, clone):
+def cluster(pytestconfig, clone):
     """Three nodes with four GPUs each, on this machine."""
     if reason := slurm.missing_requirements():
         # Where the README's test command has installed everything, nothing may be skipped.
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     read_end, write_end = os.pipe()
-    running, supervisor = slurm.start(nodes=3, gpus=4, cpus=64, lifeline=read_end)
+    generation = {name: pytestconfig.getoption(name) for name in ("slurm", "proctrack")}
+    generation = {name: value for name, value in generation.items() if value}
+    running, supervisor = slurm.start(nodes=3, gpus=4, cpus=64, lifeline=read_end, **generation)
     os.close(read_end)
     yield running
     os.close(write_end)

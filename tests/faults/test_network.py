@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from slurm_jobs import EPOCHS, every_case, weights
+from slurm_jobs import EPOCHS, TWO, every_case, weights
 
 # Ranks wait 15 seconds for each other, and say after 11 that they do.
 ARGUMENTS = [*EPOCHS, "--save-steps=3", "--timeout=15"]
@@ -57,17 +57,33 @@ def test_network_fails(user, undisturbed, what, length):
         assert "Error" not in result.output and "warning: rank" not in result.output, result
 
 
-def test_node_crashes(user, undisturbed):
-    """A node loses its power: the job starts again, on another one."""
+@pytest.mark.parametrize("then", ["stays away", "returns"])
+def test_node_crashes(user, undisturbed, then):
+    """A node loses its power: the job starts again, on another node where it must."""
     job = user.train(*ARGUMENTS)
     user.until_file(job, "*-step-000003.pt")
     user.cluster.crash("node2")
+    if then == "returns":
+        user.cluster.revive()
     user.until(job, "^Job .* requeued 1 times", timeout=200)
     nodes = user.show(job)["NodeList"]
     result = user.wait(job)
     assert weights(result) == undisturbed
-    assert nodes == "node[1,3]"
+    if then == "stays away":
+        assert nodes == "node[1,3]"
     assert re.search(r"^Resuming from .*epoch-001-step-\d+.pt$", result.output, re.MULTILINE), result
+
+
+@pytest.mark.every_case
+def test_node_crashes_in_multi_node(jobs, user):
+    """A job that cannot resume ends, and does not wait for the node that has come back without it."""
+    job = jobs.submit("multi_node", *TWO, "job.sh", "--epochs=1000", "--batch-size=4")
+    user.until(job, "^Epoch 1: ")
+    user.cluster.crash("node2")
+    user.cluster.revive()
+    result = user.wait(job)
+    assert result.state == "FAILED", result
+    assert "node1: task 0: Exited with exit code 1" in result.output, result
 
 
 def test_controller_restarts(user, undisturbed):
