@@ -15,7 +15,7 @@ copy_code() {
         sleep 1 # or srun says that the task has failed before it passes on why
         exit 1
     }
-    { mkdir -p "$SLURM_TMPDIR/code" && exec 9> "$code.lock"; } || fail "write to $code"
+    { make_tmpdir && mkdir -p "$SLURM_TMPDIR/code" && exec 9> "$code.lock"; } || fail "write to $code"
     flock 9 # jobs of the same commit may share SLURM_TMPDIR, too
     if [ ! -e "$code.complete" ]; then
         { rm -rf "$code" && mkdir "$code"; } || fail "write to $code" # a job that was killed may have left a part

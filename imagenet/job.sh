@@ -38,6 +38,7 @@ warned() {
 trap warned USR1
 end() {
     trap '' USR1
+    until scontrol ping > /dev/null; do echo "job.sh: waiting for Slurm's controller" >&2 && sleep 20; done
     # An error that would come again removes `training` on its node; what else ends a training may not come again.
     if [ "$1" != 0 ] && [ -e "$SLURM_TMPDIR/training" ]; then # --immediate: a node may be gone, and never answer
         if on_each_node --immediate=30 bash -c may_pass || [ $? != 66 ]; then again=yes; fi
@@ -63,8 +64,15 @@ if [ -z "${SLURM_TMPDIR:-}" ]; then
 fi
 export DATA_DIR=${DATA_DIR:-$SLURM_TMPDIR/data}
 IMAGENET_DIR=${IMAGENET_DIR:+$(realpath "$IMAGENET_DIR")} # this script may go elsewhere below
+make_tmpdir() {
+    mkdir -p "$SLURM_TMPDIR" || return
+    if [[ $SLURM_TMPDIR == /tmp/slurm-job-* && ! -O $SLURM_TMPDIR ]]; then
+        echo "job.sh: error: $SLURM_TMPDIR on $(hostname) is another user's" >&2
+        exit 1
+    fi
+}
 stage() {
-    mkdir -p "$SLURM_TMPDIR"
+    make_tmpdir
     rm -f "$SLURM_TMPDIR/training"
     [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --source "$IMAGENET_DIR" --data-dir "$DATA_DIR"
 }
@@ -73,7 +81,7 @@ clean_up() {
     [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --data-dir "$DATA_DIR" --release
     [ -z "${OWN_TMPDIR:-}" ] || rm -rf "$SLURM_TMPDIR"
 }
-export -f stage may_pass clean_up
+export -f make_tmpdir stage may_pass clean_up
 
 # Rank 0 waits for the other ranks here; the port follows the job, because jobs may share a node.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -24,6 +24,10 @@ if [ -z "${SLURM_TMPDIR:-}" ]; then
 fi
 stage() {
     mkdir -p "$SLURM_TMPDIR/data"
+    if [[ $SLURM_TMPDIR == /tmp/slurm-job-* && ! -O $SLURM_TMPDIR ]]; then
+        echo "job.sh: error: $SLURM_TMPDIR on $(hostname) is another user's" >&2
+        exit 1
+    fi
     if [ -n "$CIFAR10_ARCHIVE" ] && ! tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data"; then
         echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2
         sleep 1 # or srun says that the task has failed before it passes on why

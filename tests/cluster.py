@@ -38,7 +38,11 @@ PREFIX = "slurm-cluster-"
 PROGRAMS = ["slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv"]
 FREEZER = Path("/sys/fs/cgroup/freezer")  # control groups of version 1, for their processes
 START_SECONDS = 60
-RELEASES = {"24.11": "trixie", "26.05": "forky"}  # of Debian, by the Slurm that they have
+RELEASES = {
+    "22.05": "bookworm",
+    "24.11": "trixie",
+    "26.05": "forky",
+}  # of Debian, by the Slurm that they have
 PROCTRACK = ["linuxproc", "cgroup"]
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2 procps git g++ python3".split()
 COMMANDS = "sacct salloc sbatch scancel scontrol sinfo squeue srun".split()
@@ -134,6 +138,8 @@ def root_of(slurm: str) -> Path:
     """Return the folder whose /usr has this Slurm, `/` for the installed one; download it, the first time."""
     if slurm == "installed":
         return Path("/")
+    if sys.base_prefix == "/usr":
+        raise ClusterError("another Slurm brings its own /usr: use a Python outside, see `uv python install`")
     root = PARENT / f"slurm-{slurm}"
     if not root.exists():
         if not shutil.which("debootstrap"):

@@ -26,18 +26,20 @@ from slurm_jobs import (
 
 
 def pytest_addoption(parser):
-    parser.addoption("--every-case", action="store_true", help="run all cases of the fault matrix: hours")
-    parser.addoption(
-        "--slurm", choices=slurm.RELEASES, help="run every case on this Slurm, not the installed one"
-    )
-    parser.addoption("--proctrack", choices=slurm.PROCTRACK, help="run every case with this ProctrackType")
+    add = parser.addoption
+    add("--every-case", action="store_true", help="run all cases of the fault matrix: hours")
+    add("--slurm", choices=slurm.RELEASES, help="run every case on this Slurm, not on the installed one")
+    add("--proctrack", choices=slurm.PROCTRACK, help="run every case with this ProctrackType of Slurm")
+    add("--soak", type=float, metavar="MINUTES", help="run faults/test_soak.py, for so long at least")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not any(config.getoption(name) for name in ("every_case", "slurm", "proctrack")):
-        others = [item for item in items if item.get_closest_marker("every_case")]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+    every_case = any(config.getoption(name) for name in ("every_case", "slurm", "proctrack"))
+    chosen = {"every_case": every_case, "soak": config.getoption("soak")}
+    out = [mark for mark in chosen if not chosen[mark]]
+    others = [item for item in items if any(map(item.get_closest_marker, out))]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(scope="session")

@@ -190,3 +190,16 @@ def test_slurm_tmpdir(user, what):
     assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
     assert re.search(rf"error: .*{disk}|cannot .*{disk}", result.output), result
     assert "node2" in result.output and "World size" not in result.output, result
+
+
+@pytest.mark.parametrize("folder", every_case("imagenet", "multi_node", "multi_gpu", "single_gpu"))
+def test_folder_of_someone_else(user, folder):
+    """Another user has made the folder that job.sh would make, for a look at what it will put there."""
+    job = user.submit(folder, "--hold", "--nodelist=node1", "--nodes=1", *TWO, "job.sh", "--synthetic")
+    path = f"/tmp/slurm-job-{job}"
+    user.run([*user.cluster.namespaces("node1"), "install", "-d", "-m", "777", "-o", "nobody", path])
+    assert user.run(["scontrol", "release", job]).exit_code == 0
+    result = user.wait(job)
+    assert result.state == "FAILED", result
+    assert errors(result.output) == [f"job.sh: error: {path} on node1 is another user's"], result
+    assert "World size" not in result.output, result

@@ -86,14 +86,20 @@ def test_node_crashes_in_multi_node(jobs, user):
     assert "node1: task 0: Exited with exit code 1" in result.output, result
 
 
-def test_controller_restarts(user, undisturbed):
-    """A job does not notice that the controller is away for a while."""
+@pytest.mark.parametrize("meanwhile", ["the job trains", "a rank is killed"])
+def test_controller_restarts(user, undisturbed, meanwhile):
+    """A job does not notice that the controller is away for a while, or waits for it to be requeued."""
     job = user.train(*ARGUMENTS)
     user.until_file(job, "*-step-000003.pt")
     user.cluster.crash("controller")
-    user.until_file(job, "epoch-002-*.pt")
+    if meanwhile == "the job trains":
+        user.until_file(job, "epoch-002-*.pt")
+    else:
+        assert user.kill("node2", "main.py") == 0
+        said = "^job.sh: waiting for Slurm's controller"
+        user.until_found(job, lambda: re.search(said, user.log(job), re.MULTILINE), said, 120, 0.01)
     user.cluster.revive()
     user.until_found("", lambda: user.run(["scontrol", "ping"]).exit_code == 0, "controller", 60, 0.01)
     result = user.wait(job)
     assert weights(result) == undisturbed
-    assert user.show(job)["Restarts"] == "0"
+    assert user.show(job)["Restarts"] == ("0" if meanwhile == "the job trains" else "1")
