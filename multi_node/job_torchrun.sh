@@ -45,6 +45,7 @@ export MASTER_ADDR MASTER_PORT
 # Once, here: tasks that all synchronise the environment at the same time get in each other's way.
 uv sync --locked
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
+export TMPDIR=$SLURM_TMPDIR # what killed processes leave there is removed, too
 export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
 # One torchrun a node starts a process for each GPU of the job there. The nodes may differ: look when on the node.
 launch() {

@@ -38,4 +38,5 @@ uv sync --locked
 # srun 22.05 and 23.02 give a task one CPU unless this is set. OMP_NUM_THREADS is PyTorch's number of CPU threads.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
+export TMPDIR=$SLURM_TMPDIR # what killed processes leave there is removed, too
 srun --kill-on-bad-exit=1 uv run --no-sync python main.py "$@"

@@ -119,12 +119,16 @@ class Jobs:
         return left
 
     def on_nodes(self) -> list[str]:
-        """Return the processes and the data folders of jobs that are on the nodes now."""
+        """Return the processes and the temporary files that are on the nodes now."""
         found = []
+        # uv locks a project with a file that it leaves; the rest are folders of the machine (see cluster.py).
+        files = r"for f in /tmp/* /tmp/.[!.]* /dev/shm/*; do [ ! -e $f ] || mountpoint -q $f || echo $f; done"
         for node in self.cluster.nodes:
-            find = ["find", "/tmp", "-maxdepth", "1", "-name", "slurm-job-*"]
-            folders = self.run([*self.cluster.namespaces(node), *find]).output.split()
-            found += [f"{node}: {thing}" for thing in self.cluster.processes(node) + folders]
+            names = self.run(
+                [*self.cluster.namespaces(node), "bash", "-c", f"IFS=; {files}"]
+            ).output.splitlines()
+            names = [name for name in names if not re.fullmatch(r"/tmp/uv-\w+\.lock", name)]
+            found += [f"{node}: {thing}" for thing in self.cluster.processes(node) + names]
         return found
 
 
