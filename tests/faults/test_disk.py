@@ -72,13 +72,14 @@ def test_damaged_checkpoint(user, undisturbed, tmp_path, damage):
     assert not proof.exists()
 
 
-@pytest.mark.parametrize("change", every_case("model", "seed", "batch size", "entry"))
+@pytest.mark.parametrize("change", every_case("model", "data", "seed", "batch size", "entry"))
 def test_checkpoint_of_another_run(user, tmp_path, change):
     """It is refused with the reason."""
     folder = tmp_path / "checkpoints"
     _, (newest, *_) = stopped(user, folder)
     other = {
         "model": (["--model=resnet18"], "with model shufflenet_v2_x0_5, not resnet18"),
+        "data": ([], "with fingerprint of the data"),
         "seed": (["--seed=1"], "with seed 0, not 1"),
         "batch size": (["--batch-size=4"], "with batch_size 5, not 4"),
         "entry": ([], "does not fit"),
@@ -89,7 +90,11 @@ def test_checkpoint_of_another_run(user, tmp_path, change):
         del state["sha256"]
         state["model"]["fc.bias"] = torch.zeros(7)
         torch.save(state | {"sha256": checkpoint.digest(state)}, newest)
-    result = user.wait(user.train(*EPOCHS, f"--checkpoint-dir={folder}", *arguments))
+    env = {}
+    if change == "data":  # as many pictures, but others
+        draw(tmp_path / "others", resolution=44)
+        env = {"IMAGENET_DIR": str(tmp_path / "others")}
+    result = user.wait(user.train(*EPOCHS, f"--checkpoint-dir={folder}", *arguments, **env))
     assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
     (error,) = errors(result.output)
     assert reason in error, result
@@ -134,8 +139,8 @@ def test_checkpoint_folder(user, tmp_path, what):
         assert "epoch-001-step-000003.pt" in left
 
 
-def draw(folder: Path) -> None:
-    draw_imagenet(folder, classes=4, train=PICTURES // 4, valid=VALID_PICTURES // 4, resolution=40)
+def draw(folder: Path, resolution: int = 40) -> None:
+    draw_imagenet(folder, classes=4, train=PICTURES // 4, valid=VALID_PICTURES // 4, resolution=resolution)
 
 
 @pytest.mark.parametrize("what", every_case("bad picture", "missing", "cut", "labels", "member outside"))
