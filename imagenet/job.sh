@@ -44,6 +44,8 @@ end() {
         if on_each_node --immediate=30 bash -c may_pass || [ $? != 66 ]; then again=yes; fi
     fi
     on_each_node --immediate=30 bash -c clean_up || clean_up || true
+    # If it was preempted once, Slurm 24.05 and later would start it again although it is done.
+    [ "$1" != 0 ] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0 || true
     job=$(scontrol show job "$SLURM_JOB_ID")
     if [[ $1 == 0 || $job == *JobState=CANCELLED* ]]; then # it must not come back
         exit "$1"
