@@ -1,0 +1,137 @@
+"""Measure how fast single_gpu's main.py makes batches of CIFAR-10, against the usual way.
+
+The usual way is torchvision's data set behind two worker processes, which hands out PIL pictures. The limit
+is the loop of main.py without augmentation. A network that costs nothing takes each batch, in every variant.
+"""
+
+import argparse
+import importlib.util
+import pickle
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from side_by_side import print_table, take_turns
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset
+from torchvision import datasets, transforms
+
+MAIN = Path(__file__).parents[2] / "single_gpu" / "main.py"
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+class Network(nn.Module):
+    """What costs nothing: the same logits for every picture."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(10))
+
+    def forward(self, images):
+        return self.logits.expand(len(images), 10)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        usage="%(prog)s [options]",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--data-dir", type=Path, help="folder with cifar-10-batches-py; without it, made-up pictures")
+    add("--samples", type=int, default=45000, help="training pictures")
+    add("--batch-size", type=int, default=256)
+    add("--workers", type=int, default=2, help="worker processes of the usual way")
+    add("--rounds", type=int, default=5, help="turns of each")
+    add("--threads", type=int, default=1, help="CPU threads of PyTorch")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    spec = importlib.util.spec_from_file_location("single_gpu_main", MAIN)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with tempfile.TemporaryDirectory() as folder:
+        data_dir = args.data_dir or draw(Path(folder))
+        datasets.cifar.check_integrity = lambda *_: True  # made-up pictures have no published checksum
+        variants = build_variants(example, data_dir, args)
+        rates = take_turns(variants, args.rounds)
+    usual, *_, limit = variants
+    print_table("CIFAR-10: batches for training", "images/s", rates, usual, limit)
+
+
+def build_variants(example, data_dir: Path, args: argparse.Namespace) -> dict:
+    """Return a function for each way; it goes through an epoch and returns the number of pictures."""
+    data = datasets.CIFAR10(data_dir)
+    images = torch.from_numpy(data.data).permute(0, 3, 1, 2)
+    train_set = example.Split(images[: args.samples], torch.tensor(data.targets)[: args.samples])
+    steps = len(train_set.labels) // args.batch_size
+    network = Network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    def step(images, labels) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(network(images), labels, label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+
+    def usual(*augmentation):
+        transform = transforms.Compose(
+            [*augmentation, transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+        )
+        dataset = Subset(datasets.CIFAR10(data_dir, transform=transform), range(len(train_set.labels)))
+        options = {"shuffle": True, "num_workers": args.workers, "drop_last": True}
+        loader = DataLoader(dataset, args.batch_size, **options)
+
+        def epoch() -> int:
+            for images, labels in loader:
+                step(images, labels)
+            return steps * args.batch_size
+
+        return epoch
+
+    def shipped() -> int:
+        example.train(network, optimizer, scheduler, train_set, args.batch_size, 0, 1)
+        return steps * args.batch_size
+
+    def limit() -> int:
+        metrics = torch.zeros(3, dtype=torch.float64)
+        order = torch.from_numpy(np.random.default_rng(0).permutation(len(train_set.labels)))
+        for index in order[: steps * args.batch_size].view(steps, args.batch_size):
+            images, labels = example.normalize(train_set.images[index]), train_set.labels[index]
+            step(images, labels)
+            example.measure(metrics, network(images).detach(), labels)
+        return steps * args.batch_size
+
+    return {
+        f"torchvision, {args.workers} workers, no augmentation": usual(),
+        f"torchvision, {args.workers} workers, crop and flip": usual(
+            transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()
+        ),
+        "single_gpu/main.py, crop and flip": shipped,
+        "indexing and normalizing, no augmentation": limit,
+    }
+
+
+def draw(folder: Path) -> Path:
+    """Write CIFAR-10's training files with made-up pictures; return their folder's folder."""
+    rng = np.random.default_rng(0)
+    (folder / "cifar-10-batches-py").mkdir()
+    for i in range(1, 6):
+        data = rng.integers(256, size=(10000, 3072), dtype=np.uint8)
+        batch = {"data": data, "labels": rng.integers(10, size=10000).tolist()}
+        (folder / "cifar-10-batches-py" / f"data_batch_{i}").write_bytes(pickle.dumps(batch))
+    meta = {"label_names": [str(i) for i in range(10)]}
+    (folder / "cifar-10-batches-py" / "batches.meta").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+if __name__ == "__main__":
+    main()

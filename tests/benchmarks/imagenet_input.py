@@ -1,0 +1,172 @@
+"""Measure how fast imagenet's data.py makes pictures to train on, against the usual way.
+
+The usual way is torchvision's ImageFolder, which hands out PIL pictures, and its v2 transforms, which end in
+float32. The limit is decoding alone. First in one process, then through worker processes, there also with the
+pictures that `prepare_data.py --resize 256` has made smaller.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from side_by_side import print_table, take_turns
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "imagenet"))
+sys.path.insert(0, str(ROOT / "tests"))
+import checkpoint
+import data
+from drawn_imagenet import draw_imagenet
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        usage="%(prog)s [options]",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--source", type=Path, help="folder with ImageNet's three archives; without it, made-up ones")
+    add("--samples", type=int, default=600, help="pictures in a turn")
+    add("--batch-size", type=int, default=50)
+    add("--workers", type=int, default=2, help="worker processes")
+    add("--rounds", type=int, default=5, help="turns of each")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as scratch:
+        scratch = Path(scratch)
+        source = args.source or draw_imagenet(scratch / "drawn", 10, 80, 5, resolution=400).source
+        for folder, flags in (("copied", []), ("tree", ["--extract"]), ("small", ["--resize=256"])):
+            command = [sys.executable, ROOT / "imagenet" / "prepare_data.py", f"--source={source}"]
+            command += [f"--data-dir={scratch / folder}", *flags]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        one = {
+            "ImageFolder, v2 on PIL, float32": usual_alone(scratch / "tree", args),
+            "imagenet/data.py": shipped_alone(scratch / "copied", args),
+            "decoding alone": decoding_alone(scratch / "copied", args),
+        }
+        usual_way, *_, limit = one
+        print_table("One process", "images/s", take_turns(one, args.rounds), usual_way, limit)
+        several = {
+            "ImageFolder, v2 on PIL, float32": usual(scratch / "tree", args),
+            "imagenet/data.py": shipped(scratch / "copied", args),
+            "imagenet/data.py, after --resize 256": shipped(scratch / "small", args),
+        }
+        title = f"{args.workers} workers, batches of {args.batch_size}"
+        print_table(title, "images/s", take_turns(several, args.rounds), usual_way)
+    dist.destroy_process_group()
+
+
+def options(data_dir: Path, args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments of main.py that its loaders look at."""
+    return argparse.Namespace(
+        data_dir=data_dir,
+        synthetic=False,
+        image_size=224,
+        seed=0,
+        batch_size=args.batch_size,
+        workers=args.workers,
+        limit_train_samples=args.samples,
+        limit_valid_samples=None,
+    )
+
+
+def folder_of_pictures(tree: Path) -> ImageFolder:
+    transform = v2.Compose(
+        [
+            v2.RandomResizedCrop(224),
+            v2.RandomHorizontalFlip(),
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(MEAN, STD),
+        ]
+    )
+    return ImageFolder(tree / "train", transform)
+
+
+def order(dataset, args: argparse.Namespace) -> list[int]:
+    """Return the pictures of a turn: not those of one class only."""
+    return data.draw_epoch(len(dataset), 0, 1)[: args.samples].tolist()
+
+
+def usual_alone(tree: Path, args: argparse.Namespace):
+    dataset = folder_of_pictures(tree)
+    indices = order(dataset, args)
+
+    def turn() -> int:
+        for index in indices:
+            dataset[index]
+        return len(indices)
+
+    return turn
+
+
+def shipped_alone(staged: Path, args: argparse.Namespace):
+    dataset, _ = data.load_data(options(staged, args))
+
+    def turn() -> int:
+        for index in range(len(dataset)):
+            dataset[1, index]
+        return len(dataset)
+
+    return turn
+
+
+def decoding_alone(staged: Path, args: argparse.Namespace):
+    dataset, _ = data.load_data(options(staged, args))
+
+    def turn() -> int:
+        for index in dataset.chosen:
+            dataset.pictures.read(index)
+        return len(dataset)
+
+    return turn
+
+
+def usual(tree: Path, args: argparse.Namespace):
+    dataset = folder_of_pictures(tree)
+    loader = DataLoader(
+        torch.utils.data.Subset(dataset, order(dataset, args)),
+        args.batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=args.workers,
+        persistent_workers=True,
+    )
+
+    def turn() -> int:
+        return sum(len(labels) for _, labels in loader)
+
+    return turn
+
+
+def shipped(staged: Path, args: argparse.Namespace):
+    arguments = options(staged, args)
+    train_set, valid_set = data.load_data(arguments)
+    run = checkpoint.Run(None, None, None, {}, global_batch_size=args.batch_size)
+    loader, _ = data.build_loaders(train_set, valid_set, run, arguments)
+
+    def turn() -> int:
+        return sum(len(labels) for _, labels in loader)
+
+    return turn
+
+
+if __name__ == "__main__":
+    main()

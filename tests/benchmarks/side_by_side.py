@@ -1,0 +1,60 @@
+"""What the benchmarks share: variants take turns in one run, and a table compares their medians."""
+
+import os
+import platform
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+def take_turns(variants: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:
+    """Return what each variant did per second, in every turn: A B A B. A variant returns how much it did.
+
+    The first turn of each warms up, and is not counted.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(-1, rounds):
+        for name, variant in variants.items():
+            start = time.perf_counter()
+            done = variant()
+            rate = done / (time.perf_counter() - start)
+            if turn >= 0:
+                rates[name].append(rate)
+    return rates
+
+
+def print_table(
+    title: str, unit: str, rates: dict[str, list[float]], usual: str, limit: str | None = None
+) -> None:
+    """Print the median rate of every variant, and its ratios to the usual way's and to the limit's."""
+    table = Table(title=f"{title}\n{describe_machine()}", min_width=100)
+    columns = ["", f"{unit}, median", "lowest", "highest", "times the usual way"]
+    for column in [*columns, "of the limit"] if limit else columns:
+        table.add_column(column, justify="right" if column else "left")
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    for name, values in rates.items():
+        numbers = [medians[name], min(values), max(values)]
+        row = [name, *(f"{number:,.4g}" if number < 100 else f"{number:,.0f}" for number in numbers)]
+        row.append(f"{medians[name] / medians[usual]:.2f}")
+        if limit:
+            row.append(f"{medians[name] / medians[limit]:.2f}")
+        table.add_row(*row)
+    Console(width=max(110, shutil.get_terminal_size().columns)).print(table)
+
+
+def describe_machine() -> str:
+    """Name the processor, how busy it is, PyTorch, and the GPU if there is one."""
+    models = [line.split(": ")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    parts = [
+        f"{models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        f"load {os.getloadavg()[0]:.1f}",
+        f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads",
+    ]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    return ", ".join(parts)
