@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "imagenet"))
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "imagenet"))
 import checkpoint
 import data
 from drawn_imagenet import draw_imagenet
 
+PREPARE_DATA = Path(__file__).parents[2] / "imagenet" / "prepare_data.py"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -53,7 +53,7 @@ def main() -> None:
         scratch = Path(scratch)
         source = args.source or draw_imagenet(scratch / "drawn", 10, 80, 5, resolution=400).source
         for folder, flags in (("copied", []), ("tree", ["--extract"]), ("small", ["--resize=256"])):
-            command = [sys.executable, ROOT / "imagenet" / "prepare_data.py", f"--source={source}"]
+            command = [sys.executable, PREPARE_DATA, f"--source={source}"]
             command += [f"--data-dir={scratch / folder}", *flags]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         one = {
