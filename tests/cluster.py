@@ -105,7 +105,8 @@ mount -t tmpfs -o mode=1777 "$name" /dev/shm
 groups=/sys/fs/cgroup/freezer
 [ ! -d "$groups/$(basename "$state")" ] || mount --bind "$groups/$(basename "$state")" "$groups"
 [ "$root" = / ] || { mount --bind /usr/local "$root/usr/local" && mount --rbind "$root/usr" /usr; }
-"$@" >> "$state/$name.out" 2>&1 &
+# A shell starts what runs in the background with SIGINT ignored, and Slurm 26.05 would hand that on to jobs.
+env --default-signal "$@" >> "$state/$name.out" 2>&1 &
 wait
 """
 

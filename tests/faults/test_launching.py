@@ -75,6 +75,7 @@ def test_torchrun_in_srun_in_salloc(user):
         node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
         srun {torchrun} --rdzv-endpoint="$node:29400" \\
             main.py --synthetic --limit-train-samples=160 --limit-valid-samples=24 {" ".join(TINY)} --epochs=1
+        srun bash -c 'rm -rf /tmp/torchelastic_*' # torchrun leaves them; job.sh has a TMPDIR for that
     """
     result = user.run(["salloc", "--nodes=2", *TWO, "bash", "-euc", script], "imagenet")
     assert result.exit_code == 0, result
