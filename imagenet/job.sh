@@ -39,13 +39,13 @@ trap warned USR1
 end() {
     trap '' USR1
     until scontrol ping > /dev/null; do echo "job.sh: waiting for Slurm's controller" >&2 && sleep 20; done
-    # An error that would come again removes `training` on its node; what else ends a training may not come again.
-    if [ "$1" != 0 ] && [ -e "$SLURM_TMPDIR/training" ]; then # --immediate: a node may be gone, and never answer
-        if on_each_node --immediate=30 bash -c may_pass || [ $? != 66 ]; then again=yes; fi
+    # After an error that would come again, the file is called `failed` on that node. A node may also be gone, or Slurm
+    # may think that the training still runs: --immediate and --overlap do not wait for it.
+    if [ "$1" != 0 ] && [ -e "$SLURM_TMPDIR/training" ]; then
+        if on_each_node --overlap --immediate=30 bash -c may_pass || [ $? != 66 ]; then again=yes; fi
     fi
-    on_each_node --immediate=30 bash -c clean_up || clean_up || true
-    # If it was preempted once, Slurm 24.05 and later would start it again although it is done.
-    [ "$1" != 0 ] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0 || true
+    on_each_node --overlap --immediate=30 bash -c clean_up || clean_up || true
+    [ "$1" != 0 ] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0 || true # if preempted once, it would start again
     job=$(scontrol show job "$SLURM_JOB_ID")
     if [[ $1 == 0 || $job == *JobState=CANCELLED* ]]; then # it must not come back
         exit "$1"
@@ -75,10 +75,10 @@ make_tmpdir() {
 }
 stage() {
     make_tmpdir
-    rm -f "$SLURM_TMPDIR/training"
+    rm -f "$SLURM_TMPDIR/training" "$SLURM_TMPDIR/failed"
     [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --source "$IMAGENET_DIR" --data-dir "$DATA_DIR"
 }
-may_pass() { [ -e "$SLURM_TMPDIR/training" ] || exit 66; }
+may_pass() { [ ! -e "$SLURM_TMPDIR/failed" ] || exit 66; }
 clean_up() {
     [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --data-dir "$DATA_DIR" --release
     [ -z "${OWN_TMPDIR:-}" ] || rm -rf "$SLURM_TMPDIR"

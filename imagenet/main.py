@@ -391,8 +391,9 @@ def setup_logging() -> None:
 
 def fail(message: str, together: bool = False) -> NoReturn:
     """End this process with one line that says why; with all the others at once, rank 0 says it for them."""
-    if mark := checkpoint.training_mark():
-        mark.unlink(missing_ok=True)  # job.sh need not try again
+    if mark := checkpoint.training_mark():  # job.sh need not try again
+        with contextlib.suppress(FileNotFoundError):
+            mark.rename(mark.with_name("failed"))
     if not together or dist.get_rank() == 0:
         sys.stderr.write(f"main.py: error: {message}\n")  # in one piece: other processes may write there, too
     if together:

@@ -1,0 +1,92 @@
+"""Measure for how long a training step waits for imagenet's checkpoint, against torch.save in the loop.
+
+The state is that of a model with its optimizer. The limit is writing as many bytes, flushed to the disk. The
+whole save of the example, which goes on in the background, is shown as well.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from side_by_side import describe_machine
+from torchvision import models
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "imagenet"))
+from checkpoint import Checkpoints, Run
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        usage="%(prog)s [options]",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="resnet50", help="one of torchvision's")
+    add("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure")
+    add("--rounds", type=int, default=5, help="turns of each")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo")
+    model = models.get_model(args.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    model(torch.zeros(2, 3, 64, 64)).sum().backward()
+    optimizer.step()  # the momentum is part of the state
+    run = Run(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), {}, global_batch_size=1)
+    seconds: dict[str, list[float]] = {}
+
+    def note(name: str, start: float, turn: int) -> None:
+        if turn >= 0:  # the first turn warms up
+            seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+    with tempfile.TemporaryDirectory(prefix="saving-", dir=args.scratch) as folder:
+        folder = Path(folder)
+        checkpoints = Checkpoints(folder / "checkpoints", keep=3)
+        checkpoints.load({})
+        for turn in range(-1, args.rounds):
+            start = time.perf_counter()
+            torch.save(run.state_dict(), folder / "usual.pt")
+            note("torch.save in the loop", start, turn)
+            os.sync()
+
+            run.step += 1
+            start = time.perf_counter()
+            checkpoints.save(run.state_dict())
+            note("imagenet/checkpoint.py: the step waits", start, turn)
+            checkpoints.finish()
+            note("imagenet/checkpoint.py: until it is on the disk", start, turn)
+
+            content = bytes((folder / "usual.pt").stat().st_size)
+            start = time.perf_counter()
+            with (folder / "bytes").open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            note("writing as many bytes", start, turn)
+    table = Table(title=f"Checkpoint of {args.model}, {len(content) / 1e6:.0f} MB\n{describe_machine()}")
+    for column in ("", "seconds, median", "lowest", "highest", "of torch.save"):
+        table.add_column(column, justify="right" if column else "left")
+    usual = statistics.median(seconds["torch.save in the loop"])
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        numbers = [f"{value:.3f}" for value in (median, min(values), max(values))]
+        table.add_row(name, *numbers, f"{median / usual:.2f}")
+    Console(width=max(110, shutil.get_terminal_size().columns)).print(table)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

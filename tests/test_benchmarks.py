@@ -1,0 +1,38 @@
+"""Every benchmark runs on tiny input, and tells what it is to tell; how fast anything is, it is not asked."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import cluster as slurm
+import pytest
+
+BENCHMARKS = Path(__file__).parent / "benchmarks"
+TINY = {
+    "cifar10_input": "--samples 512 --rounds 1",
+    "cifar10_training": "--samples 64 --batch-size 16 --rounds 1",
+    "imagenet_input": "--samples 50 --batch-size 10 --rounds 1",
+    "job_start": "--tasks 2 --rounds 1",
+    "saving": "--model shufflenet_v2_x0_5 --rounds 1",
+    "staging": "--rounds 1",
+    "training_step": "--steps 1 --batch-size 4 --rounds 1",
+}
+
+
+def test_all_are_run():
+    shared = {"side_by_side"}
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} - shared == set(TINY)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_benchmark(name):
+    if name == "job_start" and (reason := slurm.missing_requirements()):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    command = [sys.executable, BENCHMARKS / f"{name}.py", *TINY[name].split()]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    rows = re.findall(r"^│ .*\d\.\d\d │$", result.stdout, re.MULTILINE)
+    assert len(rows) >= 2, result.stdout
+    assert " cores, load " in result.stdout, result.stdout
