@@ -39,8 +39,8 @@ trap warned USR1
 end() {
     trap '' USR1
     until scontrol ping > /dev/null; do echo "job.sh: waiting for Slurm's controller" >&2 && sleep 20; done
-    # After an error that would come again, the file is called `failed` on that node. A node may also be gone, or Slurm
-    # may think that the training still runs: --immediate and --overlap do not wait for it.
+    unset SLURM_GPUS SLURM_GPUS_PER_NODE # --overlap and --immediate: a node may be gone that Slurm does not miss
+    # After an error that would come again, the file `training` is called `failed` on that node.
     if [ "$1" != 0 ] && [ -e "$SLURM_TMPDIR/training" ]; then
         if on_each_node --overlap --immediate=30 bash -c may_pass || [ $? != 66 ]; then again=yes; fi
     fi

@@ -20,7 +20,7 @@ on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; 
 # is removed at the end of this script; after scancel or at the time limit, it may stay.
 if [ -z "${SLURM_TMPDIR:-}" ]; then
     export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID
-    trap 'on_each_node --overlap --immediate=30 rm -rf "$SLURM_TMPDIR" || rm -rf "$SLURM_TMPDIR"' EXIT
+    trap 'on_each_node --immediate=30 rm -rf "$SLURM_TMPDIR" || rm -rf "$SLURM_TMPDIR"' EXIT
 fi
 stage() {
     mkdir -p "$SLURM_TMPDIR/data"
