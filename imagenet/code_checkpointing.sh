@@ -15,7 +15,9 @@ copy_code() {
         sleep 1 # or srun says that the task has failed before it passes on why
         exit 1
     }
-    { make_tmpdir && mkdir -p "$SLURM_TMPDIR/code" && exec 9> "$code.lock"; } || fail "write to $code"
+    mkdir -p "$SLURM_TMPDIR/code" || fail "write to $code"
+    [[ $SLURM_TMPDIR != /tmp/slurm-job-* || -O $SLURM_TMPDIR ]] || fail "use another user's $SLURM_TMPDIR"
+    exec 9> "$code.lock" || fail "write to $code"
     flock 9 # jobs of the same commit may share SLURM_TMPDIR, too
     if [ ! -e "$code.complete" ]; then
         { rm -rf "$code" && mkdir "$code"; } || fail "write to $code" # a job that was killed may have left a part

@@ -66,15 +66,12 @@ if [ -z "${SLURM_TMPDIR:-}" ]; then
 fi
 export DATA_DIR=${DATA_DIR:-$SLURM_TMPDIR/data}
 IMAGENET_DIR=${IMAGENET_DIR:+$(realpath "$IMAGENET_DIR")} # this script may go elsewhere below
-make_tmpdir() {
-    mkdir -p "$SLURM_TMPDIR" || return
+stage() {
+    mkdir -p "$SLURM_TMPDIR"
     if [[ $SLURM_TMPDIR == /tmp/slurm-job-* && ! -O $SLURM_TMPDIR ]]; then
         echo "job.sh: error: $SLURM_TMPDIR on $(hostname) is another user's" >&2
         exit 1
     fi
-}
-stage() {
-    make_tmpdir
     rm -f "$SLURM_TMPDIR/training" "$SLURM_TMPDIR/failed"
     [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --source "$IMAGENET_DIR" --data-dir "$DATA_DIR"
 }
@@ -83,7 +80,7 @@ clean_up() {
     [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --data-dir "$DATA_DIR" --release
     [ -z "${OWN_TMPDIR:-}" ] || rm -rf "$SLURM_TMPDIR"
 }
-export -f make_tmpdir stage may_pass clean_up
+export -f stage may_pass clean_up
 
 # Rank 0 waits for the other ranks here; the port follows the job, because jobs may share a node.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
