@@ -121,13 +121,15 @@ class Jobs:
     def on_nodes(self) -> list[str]:
         """Return the processes and the temporary files that are on the nodes now."""
         found = []
-        # uv locks a project with a file that it leaves; the rest are folders of the machine (see cluster.py).
+        # Folders of the machine are mounted there (see cluster.py), and tests have some of their own.
         files = r"for f in /tmp/* /tmp/.[!.]* /dev/shm/*; do [ ! -e $f ] || mountpoint -q $f || echo $f; done"
         for node in self.cluster.nodes:
             names = self.run(
                 [*self.cluster.namespaces(node), "bash", "-c", f"IFS=; {files}"]
             ).output.splitlines()
-            names = [name for name in names if not re.fullmatch(r"/tmp/uv-\w+\.lock", name)]
+            names = [
+                name for name in names if re.match(r"/tmp/(slurm-job|pymp|torch|tmp|\.)|/dev/shm/", name)
+            ]
             found += [f"{node}: {thing}" for thing in self.cluster.processes(node) + names]
         return found
 
