@@ -5,20 +5,18 @@ is the loop of main.py without augmentation. A network that costs nothing takes 
 """
 
 import argparse
-import importlib.util
 import pickle
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
-from side_by_side import print_table, take_turns
+from side_by_side import argument_parser, load_example, print_table, take_turns
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 from torchvision import datasets, transforms
 
-MAIN = Path(__file__).parents[2] / "single_gpu" / "main.py"
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
@@ -34,17 +32,12 @@ class Network(nn.Module):
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        usage="%(prog)s [options]",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argument_parser(__doc__, rounds=5)
     add = parser.add_argument
     add("--data-dir", type=Path, help="folder with cifar-10-batches-py; without it, made-up pictures")
     add("--samples", type=int, default=45000, help="training pictures")
     add("--batch-size", type=int, default=256)
     add("--workers", type=int, default=2, help="worker processes of the usual way")
-    add("--rounds", type=int, default=5, help="turns of each")
     add("--threads", type=int, default=1, help="CPU threads of PyTorch")
     return parser.parse_args()
 
@@ -52,9 +45,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
-    spec = importlib.util.spec_from_file_location("single_gpu_main", MAIN)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_example("single_gpu")
     with tempfile.TemporaryDirectory() as folder:
         data_dir = args.data_dir or draw(Path(folder))
         datasets.cifar.check_integrity = lambda *_: True  # made-up pictures have no published checksum

@@ -5,30 +5,24 @@ in every step. The limit is forward, backward and step of the example's model on
 """
 
 import argparse
-import importlib.util
 import tempfile
 from pathlib import Path
 
 import torch
-from cifar10_input import MAIN, MEAN, STD, draw
-from side_by_side import print_table, take_turns
+from cifar10_input import MEAN, STD, draw
+from side_by_side import argument_parser, load_example, print_table, take_turns
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 from torchvision import datasets, transforms
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        usage="%(prog)s [options]",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argument_parser(__doc__, rounds=3)
     add = parser.add_argument
     add("--data-dir", type=Path, help="folder with cifar-10-batches-py; without it, made-up pictures")
     add("--samples", type=int, default=45000, help="training pictures in a turn")
     add("--batch-size", type=int, default=256)
     add("--workers", type=int, default=2, help="worker processes of the usual way")
-    add("--rounds", type=int, default=3, help="turns of each")
     add("--compile", action="store_true", help="compile the model of the example, and that of the limit")
     return parser.parse_args()
 
@@ -36,9 +30,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    spec = importlib.util.spec_from_file_location("single_gpu_main", MAIN)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_example("single_gpu")
     with tempfile.TemporaryDirectory() as folder:
         data_dir = args.data_dir or draw(Path(folder))
         datasets.cifar.check_integrity = lambda *_: True  # made-up pictures have no published checksum

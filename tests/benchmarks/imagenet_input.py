@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from side_by_side import print_table, take_turns
+from side_by_side import argument_parser, print_table, take_turns
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -30,17 +30,12 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        usage="%(prog)s [options]",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argument_parser(__doc__, rounds=5)
     add = parser.add_argument
     add("--source", type=Path, help="folder with ImageNet's three archives; without it, made-up ones")
     add("--samples", type=int, default=600, help="pictures in a turn")
     add("--batch-size", type=int, default=50)
     add("--workers", type=int, default=2, help="worker processes")
-    add("--rounds", type=int, default=5, help="turns of each")
     return parser.parse_args()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from side_by_side import describe_machine
+from side_by_side import argument_parser, describe_machine
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import cluster as slurm
@@ -25,14 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        usage="%(prog)s [options]",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argument_parser(__doc__, rounds=3)
     add = parser.add_argument
     add("--tasks", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of tasks, on two nodes")
-    add("--rounds", type=int, default=3, help="turns of each")
     return parser.parse_args()
 
 

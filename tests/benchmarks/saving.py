@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from side_by_side import describe_machine
+from side_by_side import argument_parser, describe_machine
 from torchvision import models
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "imagenet"))
@@ -25,15 +25,10 @@ from checkpoint import Checkpoints, Run
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        usage="%(prog)s [options]",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argument_parser(__doc__, rounds=5)
     add = parser.add_argument
     add("--model", default="resnet50", help="one of torchvision's")
     add("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure")
-    add("--rounds", type=int, default=5, help="turns of each")
     return parser.parse_args()
 
 

@@ -1,15 +1,38 @@
 """What the benchmarks share: variants take turns in one run, and a table compares their medians."""
 
+import argparse
+import importlib.util
 import os
 import platform
 import shutil
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+
+def argument_parser(doc: str, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser with the first line of a benchmark's documentation, and the number of turns."""
+    parser = argparse.ArgumentParser(
+        description=doc.splitlines()[0],
+        usage="%(prog)s [options]",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=rounds, help="turns of each")
+    return parser
+
+
+def load_example(folder: str):
+    """Return an example's main.py as a module, as it is."""
+    path = Path(__file__).parents[2] / folder / "main.py"
+    spec = importlib.util.spec_from_file_location(f"{folder}_main", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def take_turns(variants: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:

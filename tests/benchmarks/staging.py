@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from side_by_side import argument_parser, describe_machine
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from drawn_imagenet import draw_imagenet
@@ -33,15 +34,10 @@ for split in ("train", "val"):
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        usage="%(prog)s [options]",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argument_parser(__doc__, rounds=3)
     add = parser.add_argument
     add("--source", type=Path, help="folder with ImageNet's three archives; without it, made-up ones")
     add("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure")
-    add("--rounds", type=int, default=3, help="turns of each")
     add("--workers", type=int, default=2, help="processes of prepare_data.py")
     return parser.parse_args()
 
@@ -115,12 +111,6 @@ def timed(*command) -> float:
     start = time.perf_counter()
     subprocess.run([str(part) for part in command], stdout=subprocess.DEVNULL, check=True)
     return time.perf_counter() - start
-
-
-def describe_machine() -> str:
-    models = [line.split(": ")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    load = os.getloadavg()[0]
-    return f"{models[0] if models else 'unknown CPU'}, {len(os.sched_getaffinity(0))} cores, load {load:.1f}"
 
 
 def describe_disk(folder: Path) -> str:

@@ -6,32 +6,23 @@ second table compares what the metrics of a step cost, without the rest of it.
 """
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from side_by_side import print_table, take_turns
+from side_by_side import argument_parser, load_example, print_table, take_turns
 from torch import nn
 from torch.nn import functional as F
 
-MAIN = Path(__file__).parents[2] / "multi_gpu" / "main.py"
-
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        usage="%(prog)s [options]",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argument_parser(__doc__, rounds=3)
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes, with one thread each")
     add("--steps", type=int, default=10, help="in a turn")
     add("--batch-size", type=int, default=32, help="samples per rank in a step")
-    add("--rounds", type=int, default=3, help="turns of each")
     return parser.parse_args()
 
 
@@ -41,9 +32,7 @@ def main() -> None:
         torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}", "--standalone"]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         sys.exit(subprocess.run([sys.executable, *torchrun, *sys.argv], env=env).returncode)
-    spec = importlib.util.spec_from_file_location("multi_gpu_main", MAIN)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_example("multi_gpu")
     device = example.setup_distributed()
     steps = take_turns(build_steps(example, device, args), args.rounds)
     metrics = take_turns(build_metrics(example, device, args), args.rounds)
