@@ -406,7 +406,6 @@ if __name__ == "__main__":
         main()
     except checkpoint.RunError as error:  # on all ranks
         fail(str(error), together=True)
-    except (
-        BadPicture
-    ) as error:  # from a worker of the DataLoader it comes with a traceback, which ends in its text
+    except BadPicture as error:
+        # From a worker of the DataLoader it comes with a traceback, which ends in its text.
         fail(str(error).strip().split("BadPicture: ")[-1])

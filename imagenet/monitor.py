@@ -480,7 +480,10 @@ class Monitor:
         batches, steps = iter(batches), run.scheduler.last_epoch
         while True:
             self.stopwatch.batch_wanted()
-            batch = next(batches, None)
+            try:
+                batch = next(batches, None)
+            except ConnectionError as error:  # to a worker that was passing on a batch
+                raise RuntimeError("a DataLoader worker is killed: is --mem too small?") from error
             self.stopwatch.batch_here()
             if batch is None:
                 return

@@ -108,6 +108,14 @@ class Jobs:
         """Run a job to its end."""
         return self.wait(self.submit(folder, *arguments, **env))
 
+    def cancel(self, job: str) -> Result:
+        """Cancel a job, and remove what job.sh then leaves, as it says, in the folder that it has made."""
+        self.run(["scancel", job])
+        result = self.wait(job)
+        for node in self.cluster.nodes:
+            self.run([*self.cluster.namespaces(node), "rm", "-rf", f"/tmp/slurm-job-{job}"])
+        return result
+
     def nodes_of(self, result: Result) -> int:
         return int(self.show(result.job)["NumNodes"])
 
@@ -132,6 +140,12 @@ class Jobs:
             ]
             found += [f"{node}: {thing}" for thing in self.cluster.processes(node) + names]
         return found
+
+    def remove(self, left: list[str]) -> None:
+        """Remove the temporary files among what `leftovers` has found."""
+        for node, thing in (item.split(": ", 1) for item in left):
+            if thing.startswith(("/tmp/", "/dev/shm/")):
+                self.run([*self.cluster.namespaces(node), "rm", "-rf", thing])
 
 
 PICTURES, VALID_PICTURES = 160, 24  # of the small ImageNet
@@ -214,14 +228,6 @@ class User(Jobs):
     def kill_all(self, node: str) -> None:
         """End all that runs Python on a node, as if it had crashed."""
         self.run([*self.cluster.namespaces(node), "pkill", "-9", "--full", "torchrun|main.py"])
-
-    def cancel(self, job: str) -> Result:
-        """Cancel a job, and remove what job.sh then leaves, as it says, in the folder that it has made."""
-        self.run(["scancel", job])
-        result = self.wait(job)
-        for node in self.cluster.nodes:
-            self.run([*self.cluster.namespaces(node), "rm", "-rf", f"/tmp/slurm-job-{job}"])
-        return result
 
     def warn(self, job: str) -> None:
         """Send the signal that Slurm sends before the time limit, as it does."""

@@ -6,14 +6,9 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("nothing_left")
 SMALL = ["--cpus-per-task=1", "--mem=1G"]
 SYNTHETIC = ["--synthetic", "--epochs", "1", "--batch-size", "4"]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(jobs):
-    yield
-    assert jobs.leftovers() == []
 
 
 def assert_failed(result, message: str, times: int | None = None) -> None:

@@ -5,14 +5,9 @@ import shlex
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("nothing_left")
 SMALL = ["--cpus-per-task=1", "--mem=1G"]
 ONE_EPOCH = ["--epochs", "1", "--batch-size", "4"]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(jobs):
-    yield
-    assert jobs.leftovers() == []
 
 
 @pytest.mark.parametrize(

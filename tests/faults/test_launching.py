@@ -68,16 +68,16 @@ def test_main_without_srun(user):
     ]
 
 
-def test_torchrun_in_srun_in_salloc(user):
+def test_torchrun_in_srun_in_salloc(user, tmp_path):
     torchrun = "uv run --no-sync torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
     script = f"""
         export OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
         node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
         srun {torchrun} --rdzv-endpoint="$node:29400" \\
             main.py --synthetic --limit-train-samples=160 --limit-valid-samples=24 {" ".join(TINY)} --epochs=1
-        srun bash -c 'rm -rf /tmp/torchelastic_*' # torchrun leaves them; job.sh has a TMPDIR for that
     """
-    result = user.run(["salloc", "--nodes=2", *TWO, "bash", "-euc", script], "imagenet")
+    command = ["salloc", "--nodes=2", *TWO, "bash", "-euc", script]
+    result = user.run(command, "imagenet", TMPDIR=str(tmp_path))  # torchrun leaves folders there
     assert result.exit_code == 0, result
     assert result.output.count("Weights SHA-256") == 1 and "World size 2" in result.output, result
 
