@@ -13,6 +13,7 @@ BENCHMARKS = Path(__file__).parent / "benchmarks"
 TINY = {
     "cifar10_input": "--samples 512 --rounds 1",
     "cifar10_training": "--samples 64 --batch-size 16 --rounds 1",
+    "growth": "--ranks 1 2 --megabits 1000 --batch-size 2 --steps 1 --rounds 1",
     "imagenet_input": "--samples 50 --batch-size 10 --rounds 1",
     "job_start": "--tasks 2 --rounds 1",
     "saving": "--model shufflenet_v2_x0_5 --rounds 1",
@@ -28,7 +29,7 @@ def test_all_are_run():
 
 @pytest.mark.parametrize("name", TINY)
 def test_benchmark(name):
-    if name == "job_start" and (reason := slurm.missing_requirements()):
+    if name in ("growth", "job_start") and (reason := slurm.missing_requirements()):
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     command = [sys.executable, BENCHMARKS / f"{name}.py", *TINY[name].split()]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -74,10 +74,11 @@ def test_preempted(user, undisturbed, grace):
         assert len(re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)) == 1, result
 
 
-@pytest.mark.parametrize("moment", every_case("staging", "import", "first step", "last step"))
+@pytest.mark.parametrize("moment", every_case("staging", "import", "first step", "save", "last step"))
 def test_warned(user, undisturbed, moment):
     """The warning before the time limit, at moments at which it is easily lost."""
-    job = user.train(*EPOCHS, "--save-steps=1" if moment == "first step" else "--save-steps=1000")
+    steps = {"first step": 1, "save": 8}
+    job = user.train(*EPOCHS, f"--save-steps={steps.get(moment, 1000)}")
     if moment in ("staging", "import"):
         file = "prepare_data.py" if moment == "staging" else "main.py"
         stop = signal.SIGSTOP  # it must not be over when the warning comes
@@ -91,9 +92,10 @@ def test_warned(user, undisturbed, moment):
         )
         assert user.show(job)["Restarts"] == "0"
         return
-    if moment == "first step":
-        user.until_file(job, "*-step-000001.pt")
-    else:
+    if moment == "last step":
         user.until(job, "^Epoch 2: ")
+    else:
+        user.until_file(job, "*.partial" if moment == "save" else "*-step-000001.pt")
     user.warn(job)
     assert weights(user.wait(job)) == undisturbed
+    assert user.show(job)["Restarts"] == "1" or moment == "last step"
