@@ -73,7 +73,7 @@ def test_readme_files_are_up_to_date():
     ]
 
 
-PAGES = [*README_FILES, *sorted((REPOSITORY / "docs").glob("*.rst"))]
+PAGES = [*README_FILES, REPOSITORY / "CONTRIBUTING.rst", *sorted((REPOSITORY / "docs").glob("*.rst"))]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
