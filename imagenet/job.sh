@@ -44,7 +44,8 @@ end() {
     if [ "$1" != 0 ] && [ -e "$SLURM_TMPDIR/training" ]; then
         if on_each_node --overlap --immediate=30 bash -c may_pass || [ $? != 66 ]; then again=yes; fi
     fi
-    on_each_node --overlap --immediate=30 bash -c clean_up || clean_up || true
+    # Three times: a controller that has just come back takes some seconds to find its nodes.
+    for _ in 1 2 3; do on_each_node --overlap --immediate=10 bash -c clean_up && break; done || clean_up || true
     [ "$1" != 0 ] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0 || true # if preempted once, it would start again
     job=$(scontrol show job "$SLURM_JOB_ID")
     if [[ $1 == 0 || $job == *JobState=CANCELLED* ]]; then # it must not come back
