@@ -116,6 +116,10 @@ class Jobs:
             self.run([*self.cluster.namespaces(node), "rm", "-rf", f"/tmp/slurm-job-{job}"])
         return result
 
+    def slurm_version(self) -> tuple[int, int]:
+        year, month = self.run(["sbatch", "--version"]).output.split()[1].split(".")[:2]
+        return int(year), int(month)
+
     def nodes_of(self, result: Result) -> int:
         return int(self.show(result.job)["NumNodes"])
 
@@ -172,9 +176,9 @@ def every_case(*cases) -> list:
     ]
 
 
-def weights(result: Result) -> str:
+def weights(result: Result, state: str = "COMPLETED") -> str:
     """Assert that a job has trained to its end; return the SHA-256 of its weights."""
-    assert (result.exit_code, result.state) == (0, "COMPLETED"), result
+    assert (result.exit_code, result.state) == (0, state), result
     epochs = IMAGENET_EPOCH_LINE.findall(result.output)
     assert epochs, result
     # An epoch that was stopped while it was validated is told of again, in the same words.

@@ -51,8 +51,7 @@ def test_output_folder_missing(user, tmp_path):
     job = result.output.strip()
     ended = user.wait(job)
     log = output.with_name(f"{job}.out")
-    version = user.run(["sbatch", "--version"]).output.split()[1]
-    if tuple(map(int, version.split(".")[:2])) < (23, 2):
+    if user.slurm_version() < (23, 2):
         assert ended.state == "FAILED" and not log.exists(), ended
     else:
         assert ended.state == "COMPLETED" and "Weights SHA-256" in log.read_text(), ended
