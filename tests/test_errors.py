@@ -72,7 +72,7 @@ def test_multi_gpu_on_two_nodes(jobs):
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
     result = jobs.sbatch("multi_gpu", *flags, "job.sh", *SYNTHETIC)
     assert_failed(result, "^main.py: error: this example is for the GPUs of one node: .* use multi_node$")
-    # Slurm makes the folder of TMPDIR on the second node, too; this job.sh, which is for one, leaves it there.
+    # Slurm makes the folder of TMPDIR on the second node, too; this job.sh is for one, and leaves it there.
     jobs.run([*jobs.cluster.namespaces("node2"), "rm", "-r", f"/tmp/slurm-job-{result.job}"])
 
 
