@@ -132,7 +132,6 @@ def test_nobody_at_master_addr(jobs):
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.every_case  # for its length
 def test_rank_0_never_comes(jobs):
     """The others give up and say where they looked: c10d tries for two minutes, twice."""
     script = '[ $SLURM_PROCID = 0 ] && exec sleep 1000; exec uv run --no-sync python main.py "$@"'
