@@ -13,6 +13,7 @@ set -euo pipefail
 export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
 unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
 echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)"
+[ "$SLURM_JOB_NUM_NODES" = 1 ] || { echo "job.sh: error: this example is for one node: use multi_node" >&2 && exit 1; }
 
 # Data goes to the node's own disk. Where the cluster names none in SLURM_TMPDIR, it goes to a folder under /tmp that
 # is removed at the end of this script; after scancel or at the time limit, it may stay.

@@ -111,13 +111,14 @@ def user(jobs, tmp_path_factory) -> User:
 
 @pytest.fixture
 def nothing_left(jobs):
-    """Nothing of a test's jobs is left on any node after it; if it is, the next test does not meet it."""
+    """A test leaves no job, and no job of its own a thing; if they do, the next test does not meet it."""
     yield
-    for job in jobs.run(["squeue", "--noheader", "--format=%A"]).output.split():
-        jobs.cancel(job)  # of a test that has failed
+    unfinished = jobs.unfinished()
+    for job in unfinished:
+        jobs.cancel(job)
     left = jobs.leftovers()
     jobs.remove(left)
-    assert left == []
+    assert (unfinished, left) == ([], [])
 
 
 @pytest.fixture(scope="session")

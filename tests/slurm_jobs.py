@@ -123,6 +123,13 @@ class Jobs:
     def nodes_of(self, result: Result) -> int:
         return int(self.show(result.job)["NumNodes"])
 
+    def unfinished(self) -> list[str]:
+        """Return the jobs that wait or run."""
+        states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
+        listed = self.run(["squeue", "--noheader", "--format=%A", states])
+        assert listed.exit_code == 0, listed
+        return listed.output.split()
+
     def leftovers(self) -> list[str]:
         """Return what jobs have left on the nodes, after Slurm has had some time to clean up."""
         deadline = time.monotonic() + 15

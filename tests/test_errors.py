@@ -67,13 +67,20 @@ def test_more_tasks_than_gpus(jobs):
     assert_failed(result, "^main.py: error: rank 2 of node1 has no GPU to itself: .*--gpus-per-node")
 
 
-def test_multi_gpu_on_two_nodes(jobs):
+@pytest.mark.parametrize("folder", ["single_gpu", "multi_gpu"])
+def test_two_nodes(jobs, folder):
+    """The second node would train the same, or look for the first one."""
+    flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    result = jobs.sbatch(folder, *flags, "job.sh", *SYNTHETIC)
+    assert_failed(result, "^job.sh: error: this example is for one node: use multi_node$", times=1)
+
+
+def test_multi_gpu_on_two_nodes_of_salloc(jobs):
     """Its ranks would look for one another on a node each."""
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
-    result = jobs.sbatch("multi_gpu", *flags, "job.sh", *SYNTHETIC)
+    command = ["srun", "uv", "run", "--no-sync", "python", "main.py", *SYNTHETIC]
+    result = jobs.run(["salloc", *flags, *command], "multi_gpu", timeout=60)
     assert_failed(result, "^main.py: error: this example is for the GPUs of one node: .* use multi_node$")
-    # Slurm makes the folder of TMPDIR on the second node, too; this job.sh is for one, and leaves it there.
-    jobs.run([*jobs.cluster.namespaces("node2"), "rm", "-r", f"/tmp/slurm-job-{result.job}"])
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_torchrun_elastic(user, tmp_path):
     log = tmp_path / "log"
     # Else PyTorch 2.15's first agent keeps the address of its store to itself, and nobody can join.
     env = user.env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    env["TMPDIR"] = str(tmp_path)  # as job.sh sets one: an agent that is killed leaves its folders behind
 
     def start(node: str) -> subprocess.Popen:
         here = [*user.cluster.namespaces(node), "env", f"--chdir={user.clone / 'imagenet'}"]
