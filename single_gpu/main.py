@@ -26,7 +26,7 @@ logger = logging.getLogger("main")
 class Split(NamedTuple):
     """Pictures and their classes, whole, in the memory of the device that works on them."""
 
-    images: Tensor  # uint8, shape (samples, 3, 32, 32)
+    images: Tensor  # uint8, shape (samples, 3, 32, 32); to train on, what `view_crops` returns
     labels: Tensor  # int64, shape (samples,)
 
 
@@ -105,11 +105,8 @@ def train(model, optimizer, scheduler, data: Split, global_batch_size: int, seed
     order, top, left, flip = (draw.to(device) for draw in draw_epoch(len(data.labels), seed, epoch))
     steps = len(order) // global_batch_size
     batches = order[: steps * global_batch_size].view(steps, global_batch_size)
-    # All 9 x 9 crops of every padded picture, as a view: to crop a batch is one indexing operation.
-    crops = F.pad(data.images, (4, 4, 4, 4)).unfold(2, 32, 1).unfold(3, 32, 1)
     for index in progress(batches, f"Epoch {epoch}"):
-        images, labels = crops[index, :, top[index], left[index]], data.labels[index]
-        images = torch.where(flip[index, None, None, None], images.flip(3), images)
+        images, labels = data.images[index, flip[index], top[index], left[index]], data.labels[index]
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(normalize(images))
             loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
@@ -200,7 +197,7 @@ def load_data(args: argparse.Namespace, device: torch.device) -> tuple[Split, Sp
     # The pictures come in a random order: the last tenth is held out for validation.
     valid = len(labels) // 10
     return (
-        Split(images[:-valid], labels[:-valid]),
+        Split(view_crops(images[:-valid]), labels[:-valid]),
         Split(images[-valid:], labels[-valid:]),
         Split(*(tensor.to(device) for tensor in test_set)),
     )
@@ -232,6 +229,15 @@ def draw_synthetic() -> tuple[Split, Split]:
     return tuple(parts)
 
 
+def view_crops(images: Tensor) -> Tensor:
+    """Return all crops of the pictures and of their mirror images: to augment a batch is to index it.
+
+    They are a view of shape (samples, 2, 9, 9, 3, 32, 32), of two pictures of 40 x 40 pixels a sample.
+    """
+    padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, 4, 4, 4, 4))
+    return torch.stack((padded, padded.flip(2)), dim=1).unfold(2, 32, 1).unfold(3, 32, 1)
+
+
 def draw_epoch(samples: int, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw the order of an epoch, and of every sample the crop's top and left edge (0 to 8) and the flip.
 
@@ -240,7 +246,7 @@ def draw_epoch(samples: int, seed: int, epoch: int) -> tuple[Tensor, Tensor, Ten
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(samples)
     top, left = rng.integers(9, size=(2, samples))
-    flip = rng.integers(2, size=samples).astype(bool)
+    flip = rng.integers(2, size=samples)
     return tuple(torch.from_numpy(draw) for draw in (order, top, left, flip))
 
 

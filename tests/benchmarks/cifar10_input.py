@@ -47,8 +47,9 @@ def build_variants(example, data_dir: Path, args: argparse.Namespace) -> dict:
     """Return a function for each way; it goes through an epoch and returns the number of pictures."""
     data = datasets.CIFAR10(data_dir)
     images = torch.from_numpy(data.data).permute(0, 3, 1, 2)
-    train_set = example.Split(images[: args.samples], torch.tensor(data.targets)[: args.samples])
-    steps = len(train_set.labels) // args.batch_size
+    images, labels = images[: args.samples], torch.tensor(data.targets)[: args.samples]
+    train_set = example.Split(example.view_crops(images), labels)
+    steps = len(labels) // args.batch_size
     network = FreeNetwork()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
@@ -65,7 +66,7 @@ def build_variants(example, data_dir: Path, args: argparse.Namespace) -> dict:
         transform = transforms.Compose(
             [*augmentation, transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
         )
-        dataset = Subset(datasets.CIFAR10(data_dir, transform=transform), range(len(train_set.labels)))
+        dataset = Subset(datasets.CIFAR10(data_dir, transform=transform), range(len(labels)))
         options = {"shuffle": True, "num_workers": args.workers, "drop_last": True}
         loader = DataLoader(dataset, args.batch_size, **options)
 
@@ -82,11 +83,11 @@ def build_variants(example, data_dir: Path, args: argparse.Namespace) -> dict:
 
     def limit() -> int:
         metrics = torch.zeros(3, dtype=torch.float64)
-        order = torch.from_numpy(np.random.default_rng(0).permutation(len(train_set.labels)))
+        order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
         for index in order[: steps * args.batch_size].view(steps, args.batch_size):
-            images, labels = example.normalize(train_set.images[index]), train_set.labels[index]
-            step(images, labels)
-            example.measure(metrics, network(images).detach(), labels)
+            batch = example.normalize(images[index]), labels[index]
+            step(*batch)
+            example.measure(metrics, network(batch[0]).detach(), batch[1])
         return steps * args.batch_size
 
     return {

@@ -46,11 +46,12 @@ def build_variants(example, data_dir: Path, device: torch.device, args: argparse
     """Return a function for each way; it goes through an epoch and returns the number of pictures."""
     data = datasets.CIFAR10(data_dir)
     images = torch.from_numpy(data.data).permute(0, 3, 1, 2)[: args.samples].to(device)
-    train_set = example.Split(images, torch.tensor(data.targets)[: args.samples].to(device))
-    steps = len(train_set.labels) // args.batch_size
+    labels = torch.tensor(data.targets)[: args.samples].to(device)
+    train_set = example.Split(example.view_crops(images), labels)
+    steps = len(labels) // args.batch_size
     augment = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
     transform = transforms.Compose([*augment, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
-    dataset = Subset(datasets.CIFAR10(data_dir, transform=transform), range(len(train_set.labels)))
+    dataset = Subset(datasets.CIFAR10(data_dir, transform=transform), range(len(labels)))
     options = {
         "shuffle": True,
         "drop_last": True,
@@ -69,8 +70,7 @@ def build_variants(example, data_dir: Path, device: torch.device, args: argparse
     model, bare_model = models
     sgd, scheduler = example.build_optimizer(model, settings, args.batch_size, steps)
     bare_sgd, _ = example.build_optimizer(bare_model, settings, args.batch_size, steps)
-    batch = example.normalize(train_set.images[: args.batch_size])
-    labels = train_set.labels[: args.batch_size]
+    batch, labels = example.normalize(images[: args.batch_size]), labels[: args.batch_size]
 
     def usual() -> int:
         usual_model.train()

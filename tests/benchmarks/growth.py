@@ -115,7 +115,7 @@ def work(args: argparse.Namespace) -> None:
     world_size = dist.get_world_size()
     global_batch_size = world_size * args.batch_size
     images = torch.randint(256, (args.steps * global_batch_size, 3, 32, 32), dtype=torch.uint8)
-    data = example.Split(images, torch.randint(10, (len(images),)))
+    data = example.Split(example.view_crops(images), torch.randint(10, (len(images),)))
     options = argparse.Namespace(learning_rate=0.0, weight_decay=0.0, epochs=10**6)
 
     def step(model: nn.Module):

@@ -50,7 +50,7 @@ def build_steps(example, device: torch.device, args: argparse.Namespace) -> dict
     torch.manual_seed(0)
     samples = args.ranks * args.batch_size * args.steps
     images = torch.randint(256, (samples, 3, 32, 32), dtype=torch.uint8, device=device)
-    data = example.Split(images, torch.randint(10, (samples,), device=device))
+    data = example.Split(example.view_crops(images), torch.randint(10, (samples,), device=device))
     batch, labels = example.normalize(images[: args.batch_size]), data.labels[: args.batch_size]
 
     def make_model() -> nn.Module:
