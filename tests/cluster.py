@@ -435,14 +435,15 @@ class Supervisor:
 
     def revive(self) -> None:
         """Start the hosts that have crashed."""
-        for name, (number, command) in self.hosts.items():
-            if self.daemons[name].poll() is not None:
-                # The kernel removes the cable of a host that is gone, but some time later.
-                delete = f"nsenter --target {self.switch.pid} --net ip link delete {name}"
-                subprocess.run(delete.split(), capture_output=True)
-                # Slurm sees by its uptime that a host was away.
-                uptime = f"--time --boottime={1 - int(time.clock_gettime(time.CLOCK_BOOTTIME))}"
-                self.add_host(name, number, command, uptime)
+        for name in [name for name in self.hosts if self.daemons[name].poll() is not None]:
+            del self.daemons[name]
+        for name in self.hosts.keys() - self.daemons.keys():
+            # The kernel removes the cable of a host that is gone, but some time later.
+            delete = f"nsenter --target {self.switch.pid} --net ip link delete {name}"
+            subprocess.run(delete.split(), capture_output=True)
+            # Slurm sees by its uptime that a host was away.
+            uptime = f"--time --boottime={1 - int(time.clock_gettime(time.CLOCK_BOOTTIME))}"
+            self.add_host(name, *self.hosts[name], uptime)
         (self.state / "revived").touch()
 
     def inside(self, process: subprocess.Popen, command: str) -> None:
