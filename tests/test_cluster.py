@@ -1,6 +1,7 @@
 """The test cluster itself: its nodes are hosts of their own, and nothing of it stays, however it ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,3 +113,16 @@ def test_commands(tmp_path):
         down = subprocess.run([*COMMAND, "down"], capture_output=True, text=True)
     assert down.returncode == 0, down.stderr
     assert traces(state) == []
+
+
+@pytest.mark.every_case
+def test_demo():
+    """The job that loses a node ends with the weights of the one that does not, and nothing of it stays."""
+    before = links(), sorted(slurm.PARENT.glob(slurm.PREFIX + "*"))
+    command = [sys.executable, slurm.__file__.replace("cluster.py", "demo.py")]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert result.returncode == 0, result.stdout
+    job = result.stdout.split("node2 has lost its power.")[1]
+    assert "requeued 1 times" in job and "Resuming from " in job, job
+    assert len(set(re.findall("Weights SHA-256 (.*),", result.stdout))) == 1, result.stdout
+    assert (links(), sorted(slurm.PARENT.glob(slurm.PREFIX + "*"))) == before

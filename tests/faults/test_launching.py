@@ -18,8 +18,8 @@ def test_same_port(user):
     assert second.state == "FAILED" and user.show(second.job)["Restarts"] == "0", second
     (error,) = re.findall("^main.py: error: .*", second.output, re.MULTILINE)
     assert "MASTER_PORT=23456" in error and "Address already in use" in error, second
-    assert "to be requeued" not in user.log(first)
     user.until(first, "^Epoch 2: ")
+    assert "to be requeued" not in user.cancel(first).output
 
 
 def test_stranger_at_the_port(user, undisturbed):
