@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the generated parts of the README files.")
     parser.add_argument("--check", action="store_true", help="write nothing, only fail if one is out of date")
     args = parser.parse_args()
-    readmes = [path for path in [ROOT / "README.rst", *sorted(ROOT.glob("*/README.rst"))] if path.exists()]
+    readmes = [ROOT / "README.rst", *sorted(ROOT.glob("*/README.rst")), *sorted(ROOT.glob("docs/*.rst"))]
     rendered = {path: render(path) for path in readmes}
     outdated = [path for path in readmes if path.read_text(encoding="utf-8") != rendered[path]]
     for path in outdated:

@@ -1,0 +1,29 @@
+"""A training as many are: one process, one GPU, a DataLoader."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+
+points = torch.rand(4096, 2)  # your data
+dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
+loader = DataLoader(dataset, 64, shuffle=True, drop_last=True)
+
+model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)  # your model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+for epoch in range(5):
+    metrics = torch.zeros(2, dtype=torch.float64, device=device)
+    for inputs, targets in loader:
+        inputs, targets = inputs.to(device), targets.to(device)
+        loss = F.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        metrics[0] += loss.detach() * len(targets)
+        metrics[1] += len(targets)
+    print(f"Epoch {epoch}: loss {metrics[0] / metrics[1]:.4f} over {metrics[1]:.0f} samples", flush=True)
+    torch.save(model.state_dict(), "model.pt")

@@ -1,0 +1,36 @@
+"""docs/your_training: the script before, and the script after as a job of multi_node."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from slurm_jobs import REPOSITORY
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+FLAGS = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--mem=4G"]
+
+
+def epochs(text: str) -> list[float]:
+    """Assert that the lines of 5 epochs are there, each over all 4096 samples; return the losses."""
+    lines = re.findall(r"^Epoch (\d): loss (\d\.\d{4}) over 4096 samples$", text, re.MULTILINE)
+    assert [epoch for epoch, _ in lines] == list("01234"), text
+    return [float(loss) for _, loss in lines]
+
+
+def test_your_training(jobs, tmp_path):
+    """Both learn the same, and the weights of the job fit the script before."""
+    shutil.copy(REPOSITORY / "docs" / "your_training" / "before.py", tmp_path)
+    command = [sys.executable, "before.py"]
+    before = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    folder = "docs/your_training"
+    result = jobs.sbatch(folder, *FLAGS, "../../multi_node/job.sh", CIFAR10_ARCHIVE="")
+    assert result.state == "COMPLETED", result
+    for losses in (epochs(before), epochs(result.output)):
+        assert losses[0] > 0.15 and losses[-1] < 0.15, (before, result)
+    paths = [path / "model.pt" for path in (tmp_path, jobs.clone / folder)]
+    alone, together = (torch.load(path, weights_only=True) for path in paths)
+    assert alone.keys() == together.keys()
+    assert all(not torch.equal(alone[name], together[name]) for name in alone)
