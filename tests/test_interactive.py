@@ -1,0 +1,61 @@
+"""docs/interactive.rst: a debugger in one rank, and where all ranks of a job are."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+SHAPE = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=4G"]
+LOOP = "    for index in progress("
+
+
+@pytest.mark.parametrize("rank, flags", [(0, ["--pty"]), (1, ["--input=1", "--unbuffered"])])
+def test_debugger(jobs, rank, flags):
+    folder = jobs.clone / f"debugged_{rank}"
+    folder.mkdir()
+    text = (jobs.clone / "multi_node" / "main.py").read_text()
+    stop = f"    if dist.get_rank() == {rank}:\n        breakpoint()\n"
+    assert text.count(LOOP) == 1
+    (folder / "main.py").write_text(text.replace(LOOP, stop + LOOP))
+    train = ["uv", "run", "--no-sync", "python", "main.py", "--synthetic", "--epochs=1", "--batch-size=64"]
+    command = ["salloc", "--quiet", *SHAPE, "srun", *flags, *train]
+    if flags == ["--pty"]:  # wants a terminal
+        command = ["script", "--quiet", "--return", "--flush", "--command", " ".join(command), "/dev/null"]
+    with subprocess.Popen(
+        command, cwd=folder, env=jobs.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as process:
+        read_until(process.stdout, b"(Pdb) ")
+        process.stdin.write(b"p 'rank', dist.get_rank(), len(batches)\n")
+        assert f"('rank', {rank}, 16)" in read_until(process.stdout, b"(Pdb) ")
+        process.stdin.write(b"continue\n")
+        output = read_until(process.stdout, b"Test loss")
+        process.stdin.close()
+        process.stdout.read()
+    assert process.returncode == 0, output
+    assert re.search("Epoch .*1.*: train loss ", output), output
+    shutil.rmtree(folder)
+
+
+def read_until(stream, end: bytes) -> str:
+    """Return what comes, up to and with `end`; a test that waits too long is ended by its time limit."""
+    text = b""
+    while end not in text:
+        piece = stream.read(1000)
+        assert piece, text.decode()
+        text += piece
+    return text.decode()
+
+
+def test_where_it_is(user):
+    """SIGABRT makes every rank of a job print where it is."""
+    job = user.submit("multi_node", *SHAPE, "job.sh", "--synthetic", "--epochs=1000", "--batch-size=64")
+    user.until(job, "^Epoch 1: ")
+    assert user.run(["scancel", "--signal=ABRT", job]).exit_code == 0
+    result = user.wait(job)
+    assert result.state == "FAILED", result
+    assert result.output.count("Fatal Python error: Aborted") == 2, result
+    assert len(re.findall(r'^ *File ".*/main.py", line \d+ in main$', result.output, re.MULTILINE)) == 2, (
+        result
+    )
