@@ -330,7 +330,8 @@ class Supervisor:
         self.spawn("munged", ["munged", "--foreground", "--force", *munge])
         self.wait_for((self.state / "munge.socket").exists, "munged has no socket")
         conf = str(self.state / "slurm.conf")
-        self.add_host("controller", 2, ["slurmctld", "-D", "-f", conf])
+        # A controller has a machine of its own: here, it goes before what the nodes compute.
+        self.add_host("controller", 2, ["nice", "-n", "-10", "slurmctld", "-D", "-f", conf])
         for i, name in enumerate(self.names):
             self.add_host(name, 11 + i, ["slurmd", "-D", "-f", conf, "-N", name])
         self.wait_for(self.all_idle, "not every node became idle")

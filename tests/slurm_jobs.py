@@ -183,8 +183,8 @@ def every_case(*cases) -> list:
     ]
 
 
-def weights(result: Result, state: str = "COMPLETED") -> str:
-    """Assert that a job has trained to its end; return the SHA-256 of its weights."""
+def weights(result: Result, state: str = "COMPLETED", pictures: int = PICTURES) -> str:
+    """Assert that a job has trained to its end, on so many pictures; return the SHA-256 of its weights."""
     assert (result.exit_code, result.state) == (0, state), result
     epochs = IMAGENET_EPOCH_LINE.findall(result.output)
     assert epochs, result
@@ -193,7 +193,7 @@ def weights(result: Result, state: str = "COMPLETED") -> str:
     assert all(told[epoch] == numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)), result
     assert sorted(map(int, told)) == [i + 1 for i in range(len(told))], result
     for _, train_accuracy, _, valid_accuracy in told.values():
-        assert f"{train_accuracy}%" in {f"{correct / PICTURES:.2%}" for correct in range(PICTURES + 1)}
+        assert f"{train_accuracy}%" in {f"{correct / pictures:.2%}" for correct in range(pictures + 1)}
         assert f"{valid_accuracy}%" in {
             f"{correct / VALID_PICTURES:.2%}" for correct in range(VALID_PICTURES + 1)
         }

@@ -4,7 +4,7 @@ import re
 import socket
 
 import pytest
-from slurm_jobs import EPOCHS, TINY, TWO, every_case, weights
+from slurm_jobs import EPOCHS, PICTURES, TINY, TWO, every_case, weights
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -87,7 +87,7 @@ def test_many_tasks_start_at_once(user, tasks):
     flags = [f"--ntasks-per-node={tasks // 2}", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=16G"]
     arguments = ["--epochs=1", "--batch-size=1", "--image-size=64", "--workers=0"]
     result = user.wait(user.train(*arguments, flags=flags), timeout=800)
-    weights(result)
+    weights(result, pictures=PICTURES - PICTURES % tasks)
     assert f"World size {tasks}: " in result.output
 
 

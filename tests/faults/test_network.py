@@ -84,7 +84,8 @@ def test_node_crashes_in_multi_node(jobs, user):
     user.cluster.revive()
     result = user.wait(job)
     assert result.state == "FAILED", result
-    assert "node1: task 0: Exited with exit code 1" in result.output, result
+    lost = re.escape(f"[{user.cluster.address('node2')}]")
+    assert re.search(rf"^\[rank0\]: RuntimeError: .*({lost}|Timed out)", result.output, re.MULTILINE), result
 
 
 @pytest.mark.parametrize("meanwhile", ["the job trains", "a rank is killed"])
