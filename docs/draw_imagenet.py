@@ -26,15 +26,15 @@ def main() -> None:
         Path(__file__).with_name(name).write_text(draw(), encoding="utf-8")
 
 
-def picture(height: int, title: str, *shapes: str) -> str:
+def picture(height: int, title: str, *shapes: str, width: int = WIDTH) -> str:
     """Return a whole SVG, with its title at the top left."""
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}"'
-            f' viewBox="0 0 {WIDTH} {height}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+            f' viewBox="0 0 {width} {height}" role="img">',
             f"<title>{title}</title>",
             f"<style>\n{STYLE}{DASHED}\n</style>",
-            box("page", 0.5, 0.5, WIDTH - 1, height - 1),
+            box("page", 0.5, 0.5, width - 1, height - 1),
             text("title", 24, 36, title),
             *shapes,
             "</svg>\n",

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import draw_batch
+import draw_examples
 import draw_imagenet
 import draw_ranks
 import pytest
@@ -86,9 +88,14 @@ def test_pages_render_without_a_warning(path, tmp_path):
 
 
 def test_pictures_are_up_to_date():
-    assert (REPOSITORY / "docs" / "ranks.svg").read_text() == draw_ranks.draw()
-    for name, draw in draw_imagenet.PICTURES.items():
+    scripts = (draw_batch, draw_examples, draw_imagenet)
+    pictures = {"ranks.svg": draw_ranks.draw} | {
+        k: draw for script in scripts for k, draw in script.PICTURES.items()
+    }
+    for name, draw in pictures.items():
         assert (REPOSITORY / "docs" / name).read_text() == draw(), name
+    shown = {Path(name).name for page in PAGES for name in re.findall(r"image:: (\S+)", page.read_text())}
+    assert shown == pictures.keys() == {path.name for path in (REPOSITORY / "docs").glob("*.svg")}
 
 
 def test_the_test_command_is_the_one_that_ci_runs():
