@@ -31,8 +31,7 @@ problems: list[tuple[str, str]] = []  # of this rank: what is wrong, and the lin
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, usage="srun uv run python %(prog)s [options]")
     add = parser.add_argument
-    data_dir = Path(env.get("SLURM_TMPDIR", "/tmp"))
-    add("--data-dir", type=Path, default=data_dir, help="folder that the data is to go to, as in job.sh")
+    add("--data-dir", type=Path, default=env.get("SLURM_TMPDIR", "/tmp"), help="folder that the data goes to")
     add("--data-gb", type=float, default=1.0, help="room that the data takes there (default: 1)")
     add("--timeout", type=int, default=30, help="seconds to wait for the other ranks, and for the disk")
     args = parser.parse_args()
@@ -72,15 +71,13 @@ def main() -> None:
             last = gather(store, "summed", world_size, args.timeout + 5)
     if rank == 0:
         lost = [rank for rank in range(world_size) if rank not in last]
-        wrong = report(list((everyone | last).values()), lost, backend)
-        leave(wrong, seconds=5 if lost else 0)
+        leave(report(list((everyone | last).values()), lost, backend), seconds=5 if lost else 0)
     leave(0)
 
 
 def read_numbers() -> tuple[int, int, int, int]:
     """Return rank, local rank, world size and the number of ranks on a node, as srun or torchrun has them."""
-    tasks = env.get("SLURM_STEP_NUM_TASKS", "none")
-    if "RANK" not in env and tasks != env.get("SLURM_NTASKS"):
+    if "RANK" not in env and env.get("SLURM_STEP_NUM_TASKS", "none") != env.get("SLURM_NTASKS"):
         sys.exit("preflight.py: error: this is no task of a job: start it with srun, as job.sh does")
     of_torchrun = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
     numbers = (int(env.get(name) or env[slurms]) for name, slurms in of_torchrun.items())
@@ -98,7 +95,7 @@ def look_at_gpu(local_rank: int, ranks_here: int) -> dict:
         what = "--gpus-per-task hides the GPUs of a node from one another, and NCCL needs to see them"
         problems.append((what, f"{mend}, and no --gpus-per-task"))
     elif local_rank >= gpus and (gpus or driver):
-        problems.append((f"{ranks_here} ranks share {gpus} GPUs of {node}", mend))
+        problems.append((f"{ranks_here} ranks share {gpus} GPUs of a node", mend))
     elif driver:
         try:
             torch.cuda.init()  # it says what is wrong
@@ -109,8 +106,8 @@ def look_at_gpu(local_rank: int, ranks_here: int) -> dict:
         except (RuntimeError, AssertionError) as error:
             problems.append((f"PyTorch cannot use the GPU: {reason_of(error)}", f"#SBATCH --exclude={node}"))
             return found
-        text = f"{local_rank} of {seen}: {gpu.name}, {free:.0f} of {total:.0f} GiB free"
-        found = {"GPU": text, "id": str(gpu.uuid), "bus": bus}
+        found = {"id": str(gpu.uuid), "bus": bus}
+        found["GPU"] = f"{local_rank} of {seen}: {gpu.name}, {free:.0f} of {total:.0f} GiB free"
     return found
 
 
@@ -132,7 +129,7 @@ def look_at_cpus(bus: str) -> dict:
     online = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     row = read(f"/sys/devices/system/node/node{near}/distance").split()  # from there to each that is online
     names = {f"cpu{number}" for number in mine}
-    far = {km for km, path in zip(row, online, strict=False) if names & set(os.listdir(path))}
+    far = {step for step, path in zip(row, online, strict=False) if names & set(os.listdir(path))}
     which = re.search(r"Cpus_allowed_list:\s*(\S+)", read("/proc/self/status"))[1]
     return {"CPUs": f"{cpus:g} ({which})", "NUMA distance": ", ".join(sorted(far)) or "-"}
 
@@ -145,7 +142,7 @@ def look_at_node() -> dict:
     sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     driver = re.search(r"\s(\d+\.[\d.]+)", read("/proc/driver/nvidia/version")) or ["", "none"]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
-    slurm = subprocess.getoutput("scontrol --version").split()[-1]
+    slurm = (subprocess.getoutput("scontrol --version 2>/dev/null").split() or ["none"])[-1]
     versions = f"CUDA {torch.version.cuda}, NCCL {nccl}, driver {driver[1]}, Slurm {slurm}"
     memory = f"{min(size for size in sizes if size) / 2**30:.0f} GiB"
     return {"memory": memory, "versions": f"torch {torch.__version__}, {versions}"}
@@ -161,11 +158,11 @@ def look_at_disk(folder: Path, data_gb: float, timeout: int) -> dict:
         free = disk.f_bavail * disk.f_frsize / 1e9
         found["free"] = f"{free:.1f} GB"
         if free < data_gb:
-            problems.append((f"{folder} on {node} has {free:.1f} GB free, not {data_gb:g}", mend))
+            problems.append((f"{folder} has {free:.1f} GB free, not {data_gb:g}", mend))
         else:
             found |= within(timeout, time_disk, folder)
     except OSError as error:
-        problems.append((f"{folder} on {node}: {reason_of(error)}", mend))
+        problems.append((f"{folder} cannot be used: {reason_of(error)}", mend))
     return found
 
 
@@ -183,8 +180,8 @@ def time_disk(folder: Path) -> dict:
         file.seek(0)
         while file.read(2**20):
             pass
-        done = time.perf_counter()
-    return {"written": f"{size / (written - start):.2f} GB/s", "read": f"{size / (done - written):.2f} GB/s"}
+        speeds = size / (written - start), size / (time.perf_counter() - written)
+    return {"written": f"{speeds[0]:.2f} GB/s", "read": f"{speeds[1]:.2f} GB/s"}
 
 
 def look_at_network(several_nodes: bool) -> dict:
@@ -292,14 +289,13 @@ def report(ranks: list[dict], lost: list[int], backend: str) -> bool:
         (nodes, ["node", "memory", "address", "interface", "MASTER_ADDR"]),
         (nodes, ["node", "data folder", "free", "written", "read"]),
     ):
-        table = Table(*keys, box=None, padding=(0, 2, 0, 0))
+        table = Table(*keys, box=None, pad_edge=False)
         for one in rows:
             table.add_row(*(str(one.get(key, "-")) for key in keys))
         console.print("", table)
     console.print()
     if seconds := max(one.get("seconds", 0) for one in ranks):
-        # The bus bandwidth of NVIDIA's nccl-tests: what each link carries.
-        rate = MEBIBYTES * 2**20 / 1e9 * 2 * (len(ranks) - 1) / len(ranks) / seconds
+        rate = MEBIBYTES * 2**20 / 1e9 * 2 * (len(ranks) - 1) / len(ranks) / seconds  # nccl-tests' busbw
         text = f"all-reduce of {MEBIBYTES} MiB over {len(ranks)} ranks with {backend}"
         console.print(f"{text}: {seconds:.3f} s, {rate:.2f} GB/s, checked")
     if not any(one["bus"] for one in ranks):

@@ -99,8 +99,8 @@ def test_two_ranks_on_a_gpu_and_no_room(jobs):
         result, problems = preflight(jobs, flags, "--data-dir=/mnt/job/data", env={})
         listing = jobs.run([*jobs.cluster.namespaces("node1"), "ls", "-A", "/mnt"])
     assert problems == {
-        ("2 ranks share 1 GPUs of node1", "rank 1", "#SBATCH --gpus-per-node=2"),
-        ("/mnt on node1 has 0.0 GB free, not 1", "rank 0", "export SLURM_TMPDIR=/a/folder/with/room"),
+        ("2 ranks share 1 GPUs of a node", "rank 1", "#SBATCH --gpus-per-node=2"),
+        ("/mnt has 0.0 GB free, not 1", "rank 0", "export SLURM_TMPDIR=/a/folder/with/room"),
     }, result
     assert result.exit_code != 0 and listing.output == "", result
 
@@ -123,8 +123,8 @@ def test_port_taken(jobs):
     taken = mends.pop("another process has taken MASTER_PORT=23456 of node1")
     assert re.fullmatch(r"export MASTER_PORT=\d+", taken) and "23456" not in taken, result
     (room,) = mends
-    assert re.fullmatch(r"/tmp on node1 has \d\.\d GB free, not 9", room), result
-    other = r"^preflight.py: node2: /tmp on node2 has \d\.\d GB free, not 9: export SLURM_TMPDIR=.*\n"
+    assert re.fullmatch(r"/tmp has \d\.\d GB free, not 9", room), result
+    other = r"^preflight.py: node2: /tmp has \d\.\d GB free, not 9: export SLURM_TMPDIR=.*\n"
     other += r"preflight.py: node2: rank 1 of 2 finds no others at MASTER_ADDR=node1, MASTER_PORT=23456: "
     assert len(re.findall(other, result.output, re.MULTILINE)) == 1, result
 
