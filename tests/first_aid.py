@@ -146,10 +146,10 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def start_cluster(limit_memory: bool) -> Iterator[slurm.Cluster]:
+def start_cluster(limit_memory: bool, release: str = "installed") -> Iterator[slurm.Cluster]:
     read_end, write_end = os.pipe()
     how = {"limit_memory": True, "proctrack": "cgroup"} if limit_memory else {}
-    cluster, supervisor = slurm.start(nodes=3, gpus=4, cpus=64, lifeline=read_end, **how)
+    cluster, supervisor = slurm.start(3, gpus=4, cpus=64, slurm=release, lifeline=read_end, **how)
     os.close(read_end)
     try:
         yield cluster
