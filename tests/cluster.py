@@ -37,6 +37,7 @@ PARENT = Path(
 PREFIX = "slurm-cluster-"
 PROGRAMS = ["slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv"]
 FREEZER = Path("/sys/fs/cgroup/freezer")  # control groups of version 1, for their processes
+MEMORY = Path("/sys/fs/cgroup/memory")  # and for what these may use
 START_SECONDS = 60
 RELEASES = {
     "22.05": "bookworm",
@@ -61,7 +62,7 @@ SlurmdPidFile={state}/slurmd-%n.pid
 SlurmdLogFile={state}/slurmd-%n.log
 SlurmdParameters=config_overrides
 ProctrackType={proctrack}
-TaskPlugin=task/affinity
+TaskPlugin={task}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 GresTypes=gpu
@@ -102,8 +103,9 @@ for folder in /tmp/*/; do
 done
 mount --move "$state/disk-$name" /tmp
 mount -t tmpfs -o mode=1777 "$name" /dev/shm
-groups=/sys/fs/cgroup/freezer
-[ ! -d "$groups/$(basename "$state")" ] || mount --bind "$groups/$(basename "$state")" "$groups"
+for groups in /sys/fs/cgroup/freezer /sys/fs/cgroup/memory; do
+    [ ! -d "$groups/$(basename "$state")" ] || mount --bind "$groups/$(basename "$state")" "$groups"
+done
 [ "$root" = / ] || { mount --bind /usr/local "$root/usr/local" && mount --rbind "$root/usr" /usr; }
 # A shell starts what runs in the background with SIGINT ignored, and Slurm 26.05 would hand that on to jobs.
 env --default-signal "$@" >> "$state/$name.out" 2>&1 &
@@ -237,10 +239,12 @@ def start(
     slurm: str = "installed",
     proctrack: str = "linuxproc",
     lifeline: int | None = None,
+    limit_memory: bool = False,
 ) -> tuple[Cluster, subprocess.Popen]:
     """Start a cluster and return it, and its supervisor, when every node is idle.
 
     `slurm` is "installed" or one of RELEASES; `proctrack`, how it finds a job's processes, one of PROCTRACK.
+    With `limit_memory`, which takes "cgroup" for that, what uses more than a job's --mem is killed.
     The cluster ends with `Cluster.stop`, and, if it is given a `lifeline`, when the other end of that pipe
     closes: when its owner is gone, however it went.
     """
@@ -253,7 +257,7 @@ def start(
     if lifeline is None:
         (state / "detached").touch()
     command = [sys.executable, __file__, "supervise", str(state), str(root), proctrack]
-    command += [str(nodes), str(gpus), str(cpus)]
+    command += [str(nodes), str(gpus), str(cpus), str(int(limit_memory))]
     read_end, write_end = os.pipe()
     with (state / "supervisor.out").open("w") as log:
         supervisor = subprocess.Popen(
@@ -297,21 +301,25 @@ def remove_leftovers() -> None:
 
 def remove(state: Path) -> None:
     """Remove the folder of a cluster that is over, and its control groups, which are empty then."""
-    for folder, _, _ in os.walk(FREEZER / state.name, topdown=False):
-        os.rmdir(folder)
+    for groups in (FREEZER, MEMORY):
+        for folder, _, _ in os.walk(groups / state.name, topdown=False):
+            os.rmdir(folder)
     shutil.rmtree(state, ignore_errors=True)
 
 
 class Supervisor:
     """The process that all others of a cluster die with."""
 
-    def __init__(self, state: Path, root: Path, proctrack: str, nodes: int, gpus: int, cpus: int):
+    def __init__(
+        self, state: Path, root: Path, proctrack: str, nodes: int, gpus: int, cpus: int, limit_memory: int
+    ):
         self.state = state
         self.root = root
         self.proctrack = proctrack
         self.names = [f"node{i}" for i in range(1, nodes + 1)]
         self.gpus = gpus
         self.cpus = cpus
+        self.limit_memory = limit_memory
         self.link = ""
         self.daemons: dict[str, subprocess.Popen] = {}
         self.hosts: dict[str, tuple[int, list[str]]] = {}
@@ -377,7 +385,11 @@ class Supervisor:
         )
         (self.state / "slurm.conf").write_text(
             SLURM_CONF.format(
-                state=self.state, subnet=self.subnet, nodes=nodes, proctrack=f"proctrack/{self.proctrack}"
+                state=self.state,
+                subnet=self.subnet,
+                nodes=nodes,
+                proctrack=f"proctrack/{self.proctrack}",
+                task="task/affinity,task/cgroup" if self.limit_memory else "task/affinity",
             )
         )
         if self.root != Path("/"):
@@ -399,7 +411,10 @@ class Supervisor:
             if not FREEZER.exists():
                 raise ClusterError("--proctrack=cgroup wants control groups of version 1 here")
             (FREEZER / self.state.name).mkdir()
-            (self.state / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+            limit = "ConstrainRAMSpace=yes\n" if self.limit_memory else ""
+            if limit:
+                (MEMORY / self.state.name).mkdir()
+            (self.state / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n" + limit)
         elif version >= (23, 11):  # older ones do not know the word
             (self.state / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
         (self.state / "host.sh").write_text(HOST)
@@ -533,11 +548,11 @@ def main() -> None:
     for name in ("state", "root"):
         internal.add_argument(name, type=Path)
     internal.add_argument("proctrack")
-    for name in ("nodes", "gpus", "cpus", "answer"):
+    for name in ("nodes", "gpus", "cpus", "limit_memory", "answer"):
         internal.add_argument(name, type=int)
     args = parser.parse_args()
     if args.command == "supervise":
-        shape = (args.nodes, args.gpus, args.cpus)
+        shape = (args.nodes, args.gpus, args.cpus, args.limit_memory)
         return supervise(args.state, args.answer, args.root, args.proctrack, *shape)
     try:
         clusters = running()

@@ -1,0 +1,56 @@
+"""What docs/troubleshooting.rst shows is what Slurm, PyTorch and the examples print."""
+
+import re
+
+import cluster as slurm
+import first_aid
+import pytest
+
+# A minute or more, or a cluster of its own; or what test_errors.py always asks for.
+SLOW = ["The time limit", *first_aid.LIMITED]
+SLOW += ["This is none of the tasks of the job", "A rank has no GPU to itself", "No internet on the nodes"]
+# The page is about Slurm 22.05; from these releases on, what it shows is another thing.
+NOT_FROM = {
+    "There is no log": ((23, 2), "makes the folder of --output"),
+    "One CPU for a task": ((23, 11), "hands the job's --cpus-per-task on to srun"),
+    "Out of memory, says Slurm": ((23, 2), "says it in other words"),
+}
+SESSIONS = first_aid.read_sessions(first_aid.PAGE.read_text())
+
+
+def case(session: first_aid.Session):
+    marks = [pytest.mark.every_case] if session.heading in SLOW else []
+    return pytest.param(session, id=session.heading, marks=marks)
+
+
+@pytest.fixture(scope="module")
+def home(jobs, tmp_path_factory):
+    """A clone of someone who does all the page says."""
+    env = first_aid.user_of(jobs.cluster)
+    return first_aid.make_clone(jobs.clone, tmp_path_factory.mktemp("home"), env)
+
+
+@pytest.fixture
+def page_holds(jobs, session):
+    version, does = NOT_FROM.get(session.heading, ((99, 0), ""))
+    if jobs.slurm_version() >= version:
+        pytest.skip(f"this Slurm {does}")
+
+
+@pytest.mark.parametrize("session", [case(s) for s in SESSIONS if s.heading not in first_aid.LIMITED])
+def test_session(jobs, page_holds, nothing_left, home, session):
+    assert first_aid.rewrite(session, home, first_aid.user_of(jobs.cluster)) == session.text
+
+
+@pytest.mark.parametrize("session", [case(s) for s in SESSIONS if s.heading in first_aid.LIMITED])
+def test_session_with_limited_memory(jobs, page_holds, home, session, pytestconfig):
+    if not slurm.MEMORY.exists():
+        pytest.skip("the test cluster limits memory by control groups of version 1, which are not here")
+    release = pytestconfig.getoption("slurm") or "installed"
+    with first_aid.start_cluster(limit_memory=True, release=release) as cluster:
+        assert first_aid.rewrite(session, home, first_aid.user_of(cluster)) == session.text
+
+
+def test_every_command_is_in_a_session():
+    commands = re.findall(r"^ +\$ (.*)", first_aid.PAGE.read_text(), re.MULTILINE)
+    assert commands == [command.split("\n")[0] for session in SESSIONS for command, _ in session.commands]
