@@ -18,6 +18,15 @@ GOOD = CORES | {"SRUN_CPUS_PER_TASK": "2"}  # what job.sh says
 BY_ADDRESS = "MASTER_ADDR=$(hostname -I | cut -d' ' -f1)"
 
 
+@pytest.fixture(autouse=True)
+def all_idle(jobs):
+    """No job is being cleaned up: the nodes claim more CPUs than there are, and the first ones are to be free."""
+    deadline = time.monotonic() + 60
+    while set(jobs.run(["sinfo", "-h", "-p", "main", "-N", "-o", "%T"]).output.split()) != {"idle"}:
+        assert time.monotonic() < deadline, jobs.run(["sinfo", "-N"])
+        time.sleep(0.1)
+
+
 def preflight(jobs, flags, *arguments, env=GOOD, task=PREFLIGHT):
     """Run it in an allocation; return how it ended, and the problems: (what, whose, what mends it)."""
     command = ["salloc", "--quiet", *flags, "srun", *task, *arguments]
