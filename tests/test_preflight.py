@@ -20,7 +20,7 @@ BY_ADDRESS = "MASTER_ADDR=$(hostname -I | cut -d' ' -f1)"
 
 @pytest.fixture(autouse=True)
 def all_idle(jobs):
-    """No job is being cleaned up: the nodes claim more CPUs than there are, and the first ones are to be free."""
+    """No job is being cleaned up: of the CPUs that nodes claim, only the first ones are there."""
     deadline = time.monotonic() + 60
     while set(jobs.run(["sinfo", "-h", "-p", "main", "-N", "-o", "%T"]).output.split()) != {"idle"}:
         assert time.monotonic() < deadline, jobs.run(["sinfo", "-N"])
