@@ -12,23 +12,29 @@ LOOP = "    for index in progress("
 
 
 @pytest.mark.parametrize("rank, flags", [(0, ["--pty"]), (1, ["--input=1", "--unbuffered"])])
-def test_debugger(jobs, rank, flags):
+def test_debugger(jobs, archive, rank, flags):
     folder = jobs.clone / f"debugged_{rank}"
     folder.mkdir()
     text = (jobs.clone / "multi_node" / "main.py").read_text()
     stop = f"    if dist.get_rank() == {rank}:\n        breakpoint()\n"
     assert text.count(LOOP) == 1
     (folder / "main.py").write_text(text.replace(LOOP, stop + LOOP))
-    train = ["uv", "run", "--no-sync", "python", "main.py", "--synthetic", "--epochs=1", "--batch-size=64"]
+    (folder / "data").symlink_to(archive.parent)
+    train = ["uv", "run", "--no-sync", "python", "main.py", "--epochs=1", "--batch-size=4"]
     command = ["salloc", "--quiet", *SHAPE, "srun", *flags, *train]
     if flags == ["--pty"]:  # wants a terminal
         command = ["script", "--quiet", "--return", "--flush", "--command", " ".join(command), "/dev/null"]
     with subprocess.Popen(
-        command, cwd=folder, env=jobs.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        command,
+        cwd=folder,
+        env=jobs.env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
     ) as process:
         read_until(process.stdout, b"(Pdb) ")
         process.stdin.write(b"p 'rank', dist.get_rank(), len(batches)\n")
-        assert f"('rank', {rank}, 16)" in read_until(process.stdout, b"(Pdb) ")
+        assert f"('rank', {rank}, 13)" in read_until(process.stdout, b"(Pdb) ")
         process.stdin.write(b"continue\n")
         output = read_until(process.stdout, b"Test loss")
         process.stdin.close()
@@ -48,9 +54,10 @@ def read_until(stream, end: bytes) -> str:
     return text.decode()
 
 
-def test_where_it_is(user):
+def test_where_it_is(user, jobs, archive):
     """SIGABRT makes every rank of a job print where it is."""
-    job = user.submit("multi_node", *SHAPE, "job.sh", "--synthetic", "--epochs=1000", "--batch-size=64")
+    data = {"CIFAR10_ARCHIVE": str(archive), "PYTHONPATH": jobs.env["PYTHONPATH"]}
+    job = user.submit("multi_node", *SHAPE, "job.sh", "--epochs=1000", "--batch-size=4", **data)
     user.until(job, "^Epoch 1: ")
     assert user.run(["scancel", "--signal=ABRT", job]).exit_code == 0
     result = user.wait(job)
