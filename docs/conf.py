@@ -30,7 +30,7 @@ highlight_language = "none"  # of blocks that say none, as on GitHub
 smartquotes = False
 
 html_theme = "furo"
-pygments_dark_style = "github-dark"
+pygments_style, pygments_dark_style = "default", "github-dark"
 html_sidebars = {
     "**": [
         "sidebar/brand.html",
