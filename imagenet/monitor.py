@@ -482,7 +482,7 @@ class Monitor:
             self.stopwatch.batch_wanted()
             try:
                 batch = next(batches, None)
-            except ConnectionError as error:  # to a worker that was passing on a batch
+            except (ConnectionError, EOFError) as error:  # to a worker that was passing on a batch
                 raise RuntimeError("a DataLoader worker is killed: is --mem too small?") from error
             self.stopwatch.batch_here()
             if batch is None:
