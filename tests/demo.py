@@ -1,6 +1,6 @@
 """Watch a node lose its power in the middle of a training, and the training go on to the same weights.
 
-    uv run python tests/demo.py     as root, with Slurm installed; about two minutes on two CPU cores
+    uv run python tests/demo.py     as root, with Slurm installed; three minutes on two busy CPU cores
 
 A real Slurm with three nodes starts on this machine, and imagenet's job.sh twice on it: left alone, and not.
 """
