@@ -545,3 +545,20 @@ def test_stopwatch():
 
 def test_no_gpu():
     assert monitor.gpu_usage(torch.device("cpu")) == ""
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, ConnectionRefusedError, EOFError])
+def test_worker_killed_while_it_passes_a_batch_on(error):
+    """Whichever way the connection to it ends, the error says what has happened."""
+
+    def batches():
+        yield "a batch"
+        raise error
+
+    stopwatch = SimpleNamespace(batch_wanted=lambda: None, batch_here=lambda: None)
+    watching = SimpleNamespace(stopwatch=stopwatch, hangs=SimpleNamespace(tick=lambda step: None))
+    run = SimpleNamespace(scheduler=SimpleNamespace(last_epoch=0))
+    watched = monitor.Monitor.watch(watching, run, batches())
+    assert next(watched) == "a batch"
+    with pytest.raises(RuntimeError, match="a DataLoader worker is killed"):
+        next(watched)
