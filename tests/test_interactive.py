@@ -5,9 +5,11 @@ import shutil
 import subprocess
 
 import pytest
+from slurm_jobs import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SHAPE = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=4G"]
+PAGE = (REPOSITORY / "docs" / "interactive.rst").read_text()
 LOOP = "    for index in progress("
 
 
@@ -32,7 +34,8 @@ def test_debugger(jobs, archive, rank, flags):
         stdout=subprocess.PIPE,
         bufsize=0,
     ) as process:
-        read_until(process.stdout, b"(Pdb) ")
+        where = read_until(process.stdout, b"(Pdb) ")
+        assert re.search(r"main\.py\(\d+\)train\(\)", PAGE)[0] in where, where
         process.stdin.write(b"p 'rank', dist.get_rank(), len(batches)\n")
         assert f"('rank', {rank}, 13)" in read_until(process.stdout, b"(Pdb) ")
         process.stdin.write(b"continue\n")
@@ -59,7 +62,8 @@ def test_where_it_is(user, jobs, archive):
     data = {"CIFAR10_ARCHIVE": str(archive), "PYTHONPATH": jobs.env["PYTHONPATH"]}
     job = user.submit("multi_node", *SHAPE, "job.sh", "--epochs=1000", "--batch-size=4", **data)
     user.until(job, "^Epoch 1: ")
-    assert user.run(["scancel", "--signal=ABRT", job]).exit_code == 0
+    (command,) = re.findall(r"^    (srun --jobid=7 .* pkill .*)$", PAGE, re.MULTILINE)
+    assert user.run(command.replace("=7", f"={job}").split()).exit_code == 0
     result = user.wait(job)
     assert result.state == "FAILED", result
     assert result.output.count("Fatal Python error: Aborted") == 2, result
