@@ -66,6 +66,13 @@ class Run:
                     value.load_state_dict(state[name])
                 else:
                     setattr(self, name, state[name])
+            # The optimizer takes a state of any shape, and none, and would train on with that.
+            wanted = self.optimizer.state or self.optimizer.defaults.get("momentum")
+            for parameter in self.model.parameters() if wanted and self.scheduler.last_epoch else []:
+                kept = self.optimizer.state.get(parameter, {}).values()
+                shapes = {value.shape for value in kept if isinstance(value, Tensor) and value.dim()}
+                if not kept or shapes - {parameter.shape}:
+                    raise ValueError("the optimizer's state is not that of these weights")
         except (KeyError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise RunError(f"the checkpoint does not fit --model {self.recipe['model']}: {reason}") from error
@@ -118,9 +125,8 @@ class Checkpoints:
             self.pending = self.writer.submit(self._write, copy_to_cpu(state))
 
     def mark_best(self, epoch: int, step: int) -> None:
-        """Make best.pt the checkpoint of that epoch and step."""
+        """Make best.pt the checkpoint of that epoch and step, once it is on disk."""
         if dist.get_rank() == 0:
-            self._wait()
             self.pending = self.writer.submit(self._link_best, self._path(epoch, step))
 
     def age(self) -> float:
@@ -129,15 +135,19 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on disk. Raises RunError, on every rank, if it is not."""
-        self._wait()
-        failure = [self.failure]
-        dist.broadcast_object_list(failure, src=0)
+        failure: list = [None]
+        while failure[0] is None:  # in short waits: a slow disk is no rank that hangs
+            if dist.get_rank() == 0:
+                with contextlib.suppress(TimeoutError):
+                    self._wait(seconds=1)
+                    failure[0] = self.failure
+            dist.broadcast_object_list(failure, src=0)
         if failure[0]:
             raise RunError(f"the last checkpoint is not on disk: {failure[0]}")
 
-    def _wait(self) -> None:
+    def _wait(self, seconds: float | None = None) -> None:
         if self.pending:
-            self.pending.result()
+            self.pending.result(seconds)
 
     def _open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -168,6 +178,10 @@ class Checkpoints:
                 state = torch.load(path, map_location="cpu", weights_only=True)
                 if state.pop("sha256") != digest(state):
                     raise ValueError("its content does not match its SHA-256")
+                if missing := {"recipe", "epoch", "step", "global_batch_size"} - set(state):
+                    raise ValueError(f"it has no {', '.join(sorted(missing))}")
+            except (OSError, MemoryError):  # the fault of the disk, or of the node, and not of the file
+                raise
             except Exception as error:  # whatever a torn file makes of itself
                 reason = str(error).strip().split("\n")[0] or type(error).__name__
                 if isinstance(error, pickle.UnpicklingError):
@@ -247,7 +261,7 @@ class Checkpoints:
     def _give_up(self, path: Path, partial: Path, error: Exception) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        self.failure = f"cannot write {path}: {str(error).splitlines()[0]}"
+        self.failure = f"cannot write {path}: {(str(error).splitlines() or [type(error).__name__])[0]}"
         logger.error(f"error: {self.failure}; training goes on, the checkpoints before it stay")
 
 
@@ -302,6 +316,7 @@ def catch_stop_signals() -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         # It may come in the middle of anything, and twice, from srun and from uv: so this does nothing else.
         signal.signal(number, lambda number, frame: _stop_signals.append(number))
+    dist.barrier()  # job.sh signals all ranks once one of them has made the mark
     if mark := training_mark():
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

@@ -16,7 +16,7 @@ copy_code() {
         exit 1
     }
     mkdir -p "$SLURM_TMPDIR/code" || fail "write to $code"
-    [[ $SLURM_TMPDIR != /tmp/slurm-job-* || -O $SLURM_TMPDIR ]] || fail "use another user's $SLURM_TMPDIR"
+    [[ $SLURM_TMPDIR != /tmp/slurm-job-* || (-O $SLURM_TMPDIR && ! -L $SLURM_TMPDIR) ]] || fail "use another user's $SLURM_TMPDIR"
     exec 9> "$code.lock" || fail "write to $code"
     flock 9 # jobs of the same commit may share SLURM_TMPDIR, too
     if [ ! -e "$code.complete" ]; then

@@ -73,7 +73,7 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
         else:
             train, valid = Pictures(args.data_dir, "train"), Pictures(args.data_dir, "valid")
     except (OSError, ValueError) as error:
-        problem = f"{error} (on {socket.gethostname()})"
+        problem = f"on {socket.gethostname()}: {error}"
     # Each node has a disk of its own, and may lack what the others have.
     answers: list = [None] * dist.get_world_size()
     dist.all_gather_object(answers, (problem, "" if problem else train.fingerprint + valid.fingerprint))

@@ -16,7 +16,7 @@ export DATA_DIR=${DATA_DIR:-} # EDIT: a node's folder that your jobs share; empt
 set -euo pipefail
 export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
 unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
-echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date), requeued ${SLURM_RESTART_COUNT:-0} times"
+echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date), requeued ${SLURM_RESTART_COUNT:-0} times"
 
 # A shell acts on a signal when its command is over, unless that runs in the background.
 attend() {
@@ -66,11 +66,11 @@ if [ -z "${SLURM_TMPDIR:-}" ]; then
     export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID OWN_TMPDIR=yes
 fi
 export DATA_DIR=${DATA_DIR:-$SLURM_TMPDIR/data}
-IMAGENET_DIR=${IMAGENET_DIR:+$(realpath "$IMAGENET_DIR")} # this script may go elsewhere below
+IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -m "$IMAGENET_DIR")} # this script may go elsewhere below
 stage() {
     mkdir -p "$SLURM_TMPDIR"
-    if [[ $SLURM_TMPDIR == /tmp/slurm-job-* && ! -O $SLURM_TMPDIR ]]; then
-        echo "job.sh: error: $SLURM_TMPDIR on $(hostname) is another user's" >&2
+    if [[ $SLURM_TMPDIR == /tmp/slurm-job-* && (-L $SLURM_TMPDIR || ! -O $SLURM_TMPDIR) ]]; then
+        echo "job.sh: error: $SLURM_TMPDIR on $(hostname) is another user's: sbatch again" >&2
         exit 1
     fi
     rm -f "$SLURM_TMPDIR/training" "$SLURM_TMPDIR/failed"
@@ -94,7 +94,7 @@ case " $* " in *" --wandb"*) SYNC_FLAGS="--locked --group wandb" ;; esac
 export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
 if [ -n "$GIT_COMMIT" ]; then
     code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh" 2>&1) ||
-        { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname)" >&2 && exit 1; }
+        { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname): is that a shared disk?" >&2 && exit 1; }
     eval "$code_checkpointing"
 else
     # Once, here: tasks that all synchronise the environment at the same time get in each other's way.

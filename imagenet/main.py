@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
 
     def model(name: str) -> str:
         if name not in ["dummy", *models.list_models(module=models)]:
-            raise argparse.ArgumentTypeError(f"torchvision has no {name}")
+            raise argparse.ArgumentTypeError(f"torchvision has no {name}: torchvision.models.list_models()")
         return name
 
     parser = argparse.ArgumentParser(
@@ -95,7 +95,7 @@ def main() -> None:
     if device.type == "cpu":
         logger.warning("warning: no GPU found, training on the CPU")
         if args.sync_batchnorm:
-            fail("--sync-batchnorm needs GPUs", together=True)
+            fail("--sync-batchnorm needs GPUs: leave it out", together=True)
     torch.manual_seed(args.seed)
 
     train_set, valid_set = load_data(args)
@@ -346,7 +346,8 @@ def count_steps(data: Augmented, global_batch_size: int) -> int:
     if steps == 0:
         fail(
             f"a step takes {global_batch_size} samples and there are only {len(data)} to train on: "
-            "choose a smaller --batch-size"
+            "choose a smaller --batch-size",
+            together=True,
         )
     return steps
 

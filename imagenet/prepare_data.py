@@ -265,7 +265,7 @@ def copy_part(part: Part, data_dir: Path) -> list[Picture]:
         while at < part.end:
             count = os.preadv(source_file, [buffer[: part.end - at]], at)
             if count == 0:
-                raise Problem(f"{part.archive} ends early, at byte {at}")
+                raise Problem(f"{part.archive} ends early, at byte {at}: fetch it again")
             at += os.pwrite(target_file, buffer[:count], at)
         # Read from memory, where it has just been written.
         return list_class(target_file, part) if part.class_tar else []
@@ -627,7 +627,7 @@ def check_counts(source: Source, devkit: Devkit | None, pictures: list[Picture])
 
 def check_picture(member: Member, archive: Path | str) -> None:
     if member.start not in PICTURE_STARTS or member.size >= 2**31:
-        raise Problem(f"{archive}: {member.name} is no JPEG and no PNG")
+        raise Problem(f"{archive}: {member.name} is no JPEG and no PNG: convert it, or take it out")
 
 
 def check_name(name: str, archive: Path | str) -> None:
@@ -885,7 +885,8 @@ class Pictures:
             self.fingerprint = fingerprint(self.index, self.classes)
         else:
             raise FileNotFoundError(
-                f"no data in {self.data_dir.absolute()} on {HOST}: run prepare_data.py on every node, before"
+                f"no data in {self.data_dir.absolute()}: for job.sh, set IMAGENET_DIR to the archives; "
+                "else run prepare_data.py on every node; or use --synthetic"
             )
         self.labels = np.ascontiguousarray(self.index["label"])
 

@@ -13,7 +13,7 @@ export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-} # EDIT: where cifar-10-python.tar.gz
 set -euo pipefail
 export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
 unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
-echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)"
+echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date)"
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
 # Data goes to the node's own disk. Where the cluster names none in SLURM_TMPDIR, it goes to a folder under /tmp that
@@ -23,13 +23,14 @@ if [ -z "${SLURM_TMPDIR:-}" ]; then
     trap 'on_each_node --immediate=30 rm -rf "$SLURM_TMPDIR" || rm -rf "$SLURM_TMPDIR"' EXIT
 fi
 stage() {
-    mkdir -p "$SLURM_TMPDIR/data"
-    if [[ $SLURM_TMPDIR == /tmp/slurm-job-* && ! -O $SLURM_TMPDIR ]]; then
-        echo "job.sh: error: $SLURM_TMPDIR on $(hostname) is another user's" >&2
+    mkdir -p "$SLURM_TMPDIR"
+    if [[ $SLURM_TMPDIR == /tmp/slurm-job-* && (-L $SLURM_TMPDIR || ! -O $SLURM_TMPDIR) ]]; then
+        echo "job.sh: error: $SLURM_TMPDIR on $(hostname) is another user's: sbatch again" >&2
         exit 1
     fi
+    mkdir -p "$SLURM_TMPDIR/data"
     if [ -n "$CIFAR10_ARCHIVE" ] && ! tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data"; then
-        echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2
+        echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname): is it whole?" >&2
         sleep 1 # or srun says that the task has failed before it passes on why
         exit 1
     fi

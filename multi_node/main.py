@@ -280,7 +280,7 @@ def read_cifar10(data_dir: Path) -> tuple[Split, Split]:
     except (OSError, RuntimeError) as error:
         fail(
             f"no whole CIFAR-10 in {data_dir.absolute()} on {socket.gethostname()}, and no download "
-            f"({error}): put {CIFAR10.filename} there, or use --synthetic, which needs no data"
+            f"({error}): put {CIFAR10.filename} there, or set CIFAR10_ARCHIVE for job.sh, or use --synthetic"
         )
     return tuple(Split(torch.from_numpy(p.data).permute(0, 3, 1, 2), torch.tensor(p.targets)) for p in parts)
 

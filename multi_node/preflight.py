@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, usage="srun uv run python %(prog)s [options]")
     add = parser.add_argument
     add("--data-dir", type=Path, default=env.get("SLURM_TMPDIR", "/tmp"), help="folder that the data goes to")
-    add("--data-gb", type=float, default=1.0, help="room that the data takes there (default: 1)")
+    add("--data-gb", type=float, default=1.0, help="room that the data takes there (default: %(default)g)")
     add("--timeout", type=int, default=30, help="seconds to wait for the other ranks, and for the disk")
     args = parser.parse_args()
     rank, local_rank, world_size, ranks_here = read_numbers()
@@ -52,7 +52,7 @@ def main() -> None:
             backend = "nccl" if len(gpus) == world_size else "gloo"  # NCCL refuses two ranks on one GPU
             store.set("backend", backend if len(everyone) == world_size else "none")
         backend = store.get("backend").decode()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         problems.append(why_alone(error, rank, world_size))
         if rank == 0:
             report([me], lost=[], backend="none")
@@ -78,7 +78,7 @@ def main() -> None:
 def read_numbers() -> tuple[int, int, int, int]:
     """Return rank, local rank, world size and the number of ranks on a node, as srun or torchrun has them."""
     if "RANK" not in env and env.get("SLURM_STEP_NUM_TASKS", "none") != env.get("SLURM_NTASKS"):
-        sys.exit("preflight.py: error: this is no task of a job: start it with srun, as job.sh does")
+        sys.exit("preflight.py: error: this is no task of a job: use srun uv run python preflight.py")
     of_torchrun = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
     numbers = (int(env.get(name) or env[slurms]) for name, slurms in of_torchrun.items())
     on_nodes = env.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")  # such as 4(x2),3
@@ -91,9 +91,14 @@ def look_at_gpu(local_rank: int, ranks_here: int) -> dict:
     gpus, mend = seen or given, f"#SBATCH --gpus-per-node={ranks_here}"
     found = {"GPU": f"0 of {given} seen", "id": local_rank if given else "", "bus": ""}
     driver = Path("/proc/driver/nvidia/version").exists()
+    named = env.get("CUDA_VISIBLE_DEVICES")
+    visible = seen or (named.count(",") + 1 if named else given)
     if "SLURM_GPUS_PER_TASK" in env or "per_task" in env.get("SLURM_TRES_BIND", ""):
         what = "--gpus-per-task hides the GPUs of a node from one another, and NCCL needs to see them"
         problems.append((what, f"{mend}, and no --gpus-per-task"))
+    elif visible < given and ranks_here > 1:
+        what = f"a rank sees {visible} of the job's {given} GPUs of its node, and NCCL needs to see them all"
+        problems.append((what, "unset CUDA_VISIBLE_DEVICES SLURM_GPU_BIND SLURM_TRES_BIND; no --gpu-bind"))
     elif local_rank >= gpus and (gpus or driver):
         problems.append((f"{ranks_here} ranks share {gpus} GPUs of a node", mend))
     elif driver:

@@ -162,7 +162,8 @@ def draw(epoch: int, step: int, kilobytes: int = 1, recipe: dict = RECIPE) -> di
     """Return a state for a checkpoint of about that size."""
     generator = torch.Generator().manual_seed(100 * epoch + step)
     weights = torch.randn(kilobytes * 256, generator=generator)
-    return {"model": {"weight": weights}, "recipe": recipe, "epoch": epoch, "step": step}
+    state = {"model": {"weight": weights}, "recipe": recipe, "epoch": epoch, "step": step}
+    return state | {"global_batch_size": 4}
 
 
 def names(folder: Path) -> list[str]:
@@ -426,6 +427,29 @@ def test_any_flipped_bit(tmp_path, rank0, caplog):
     assert fallen_back > 100  # the weights are a fifth of the file, and all of theirs count
 
 
+def test_a_disk_that_does_not_read(tmp_path, rank0, caplog):
+    """The file may be whole: it is kept, and the run does not go on from an older one."""
+    write(tmp_path, draw(1, 1), draw(1, 2))
+    newest = tmp_path / "epoch-001-step-000002.pt"
+    newest.unlink()
+    newest.symlink_to("/proc/self/mem")  # to read it is an I/O error
+    with pytest.raises(checkpoint.RunError, match=r"^cannot use .*: Input/output error$"), opened(tmp_path):
+        pass
+    assert names(tmp_path) == ["epoch-001-step-000001.pt", newest.name] and not caplog.messages
+
+
+@pytest.mark.parametrize("entry", ["recipe", "epoch", "step", "global_batch_size"])
+def test_a_file_without(entry, tmp_path, rank0, caplog):
+    """It is no checkpoint, whatever its name."""
+    state = draw(1, 2)
+    del state[entry]
+    write(tmp_path, draw(1, 1))
+    torch.save(state | {"sha256": checkpoint.digest(state)}, tmp_path / "epoch-001-step-000002.pt")
+    with opened(tmp_path) as (_, newest):
+        assert (newest["epoch"], newest["step"]) == (1, 1)
+    assert f"trying the one before: it has no {entry}" in caplog.text
+
+
 def test_two_damaged(tmp_path, rank0, caplog):
     write(tmp_path, draw(1, 1), draw(1, 2), draw(1, 3))
     for step in (2, 3):
@@ -555,7 +579,24 @@ def regroup(run, state):
     return "group"
 
 
-@pytest.mark.parametrize("change", [lose, add, reshape, lose_all, regroup])
+def empty_optimizer(run, state):
+    state["optimizer"]["state"] = {}
+    return "optimizer's state"
+
+
+def lose_momentum(run, state):
+    del state["optimizer"]["state"][2]
+    return "optimizer's state"
+
+
+def reshape_momentum(run, state):
+    state["optimizer"]["state"][2]["momentum_buffer"] = torch.ones(7)
+    return "optimizer's state"
+
+
+@pytest.mark.parametrize(
+    "change", [lose, add, reshape, lose_all, regroup, empty_optimizer, lose_momentum, reshape_momentum]
+)
 def test_a_checkpoint_that_does_not_fit(change, tmp_path, rank0):
     """It is refused in one line, which names what is missing, too many, or of another shape."""
     run = build_run()
@@ -727,6 +768,31 @@ def test_every_rank_is_told(small_disk):
     assert first == second
     assert [line.startswith("the last checkpoint is not on disk: ") for line in first] == [False, True]
     assert str(small_disk / "file") in first[0]
+
+
+def finish_slowly(folder: Path) -> list[str]:
+    """Write for longer than ranks wait for each other."""
+    checkpoints = checkpoint.Checkpoints(folder, 9)
+    checkpoints.load(RECIPE)
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    write, start = checkpoints._write, time.monotonic()
+
+    def write_slowly(state: dict) -> None:
+        time.sleep(6)  # a disk that takes so long
+        write(state)
+
+    checkpoints._write = write_slowly
+    checkpoints.save(draw(1, 1))
+    checkpoints.mark_best(1, 1)
+    dist.barrier()  # marking does not make rank 0 late
+    assert time.monotonic() - start < 3
+    checkpoints.finish()
+    return names(folder)
+
+
+def test_a_slow_disk_is_no_rank_that_hangs(tmp_path):
+    assert run_ranks(2, finish_slowly, tmp_path)[0] == ["best.pt", "epoch-001-step-000001.pt"]
 
 
 def load_on_ranks(folder: Path) -> tuple:

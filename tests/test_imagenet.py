@@ -137,7 +137,7 @@ def test_torchrun_elastic(user, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--data-dir=/nowhere"], r"^main.py: error: no data in /nowhere on node\d: run prepare_data.py"),
+        (["--data-dir=/nowhere"], r"^main.py: error: on node\d: no data in /nowhere: .* run prepare_data.py"),
         (["--epochs=0"], r"argument --epochs: must be at least 1, not 0"),
         (["--model=resnet5"], r"argument --model: torchvision has no resnet5"),
     ],
@@ -148,6 +148,16 @@ def test_errors_are_not_tried_again(user, arguments, message):
     assert re.search(message, result.output, re.MULTILINE), result
     assert "Traceback" not in result.output, result
     assert user.show(result.job)["Restarts"] == "0"
+
+
+def test_mistyped_archives(user):
+    result = user.wait(user.train(IMAGENET_DIR="/no/such/folder"))
+    assert result.state == "FAILED", result
+    said = re.findall(
+        r"^prepare_data.py: error: there is no (\S+) on (node\d): ", result.output, re.MULTILINE
+    )
+    assert ("/no/such/folder", "node1") in said, result
+    assert "command not found" not in result.output and "World size" not in result.output, result
 
 
 def test_other_recipe(user):

@@ -101,6 +101,17 @@ def test_gpus_per_task(jobs):
     assert result.exit_code != 0, result
 
 
+def test_gpu_bind(jobs):
+    flags = ["--nodes=1", "--ntasks=2", "--gpus-per-node=2", "--cpus-per-task=2", "--mem=2G"]
+    result, problems = preflight(
+        jobs, flags, env={"SLURM_GPU_BIND": "single:1", "SLURM_TRES_BIND": "gres/gpu:single:1"}
+    )
+    what = "a rank sees 1 of the job's 2 GPUs of its node, and NCCL needs to see them all"
+    mend = "unset CUDA_VISIBLE_DEVICES SLURM_GPU_BIND SLURM_TRES_BIND; no --gpu-bind"
+    assert problems == {(what, "all ranks", mend)}, result
+    assert result.exit_code != 0, result
+
+
 def test_two_ranks_on_a_gpu_and_no_room(jobs):
     """The data folder is to be on a disk of 1 MB; nothing is written there."""
     flags = ["--nodelist=node1", "--ntasks=2", "--gpus-per-node=1", "--cpus-per-task=2", "--mem=2G"]

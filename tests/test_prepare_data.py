@@ -490,7 +490,9 @@ def test_nothing_there(tmp_path, data_dir):
     refused(tmp_path / "empty", data_dir, message=f"neither {TRAIN} nor tiny-imagenet-200.zip")
     (tmp_path / "mine.tar.gz").touch()
     refused(tmp_path / "mine.tar.gz", data_dir, message="unpack a compressed tar")
-    with pytest.raises(FileNotFoundError, match=r"^no data in .*: run prepare_data.py on every node"):
+    with pytest.raises(
+        FileNotFoundError, match=r"^no data in .*: .* IMAGENET_DIR .* run prepare_data.py on every node"
+    ):
         Pictures(tmp_path / "empty", "train")
 
 
