@@ -85,3 +85,14 @@ def test_lines_fit_the_cluster(small, name):
         result = run(small, "sbatch", "--test-only", wrong, script=script)
         assert result.returncode != 0 and "allocation failure" in result.stderr, (wrong, result)
     assert ("--cpus-per-task=" in lines) != ("export SLURM_CPUS_PER_TASK=" in text)  # job.sh needs it
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("*/job*.sh")), ids=lambda path: path.parent.name)
+def test_the_command_takes_uv_out_of_a_job_script(path):
+    (command,) = re.findall(r"^    sed -i ('s.*') job\.sh$", PAGE, re.MULTILINE)
+    edited = subprocess.run(["sed", command[1:-1], path], capture_output=True, text=True, check=True).stdout
+    code = [line for line in edited.splitlines() if not line.strip().startswith("#")]
+    assert "uv" in path.read_text() and not [line for line in code if re.search(r"\buv\b", line)]
+    syntax = subprocess.run(["bash", "-n"], input=edited, capture_output=True, text=True)
+    assert syntax.returncode == 0, syntax.stderr
+    assert edited.index("# EDIT") < edited.index("set -euo pipefail")  # the place that the page names
