@@ -378,19 +378,16 @@ class Supervisor:
         return link, subnet
 
     def write_files(self) -> None:
-        # Slurm binds the first task on a node to the first CPU that jobs may have there. On the next node,
-        # that is another CPU of this machine, or tasks on two nodes would share one, and leave the rest idle.
-        nodes = []
-        for i, name in enumerate(self.names):
-            skipped = i % os.cpu_count()
-            nodes.append(f"NodeName={name} NodeAddr={self.subnet}.{11 + i} RealMemory=1000000")
-            nodes[i] += f" CPUs={self.cpus + skipped}" + (f" CpuSpecList=0-{skipped - 1}" if skipped else "")
-            nodes[i] += f" Gres=gpu:{self.gpus}" if self.gpus else ""
+        nodes = "\n".join(
+            f"NodeName={name} NodeAddr={self.subnet}.{11 + i} CPUs={self.cpus} RealMemory=1000000"
+            + (f" Gres=gpu:{self.gpus}" if self.gpus else "")
+            for i, name in enumerate(self.names)
+        )
         (self.state / "slurm.conf").write_text(
             SLURM_CONF.format(
                 state=self.state,
                 subnet=self.subnet,
-                nodes="\n".join(nodes),
+                nodes=nodes,
                 proctrack=f"proctrack/{self.proctrack}",
                 task="task/affinity,task/cgroup" if self.limit_memory else "task/affinity",
             )

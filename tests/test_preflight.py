@@ -173,7 +173,7 @@ def test_first_node_is_loopback(jobs, tmp_path):
 
 def test_without_srun(jobs):
     result = jobs.run(["salloc", "--quiet", *ONE, *PREFLIGHT], "multi_node", timeout=60)
-    error = "preflight.py: error: this is no task of a job: start it with srun, as job.sh does\n"
+    error = "preflight.py: error: this is no task of a job: use srun uv run python preflight.py\n"
     assert (result.exit_code, result.output) == (1, error)
 
 
