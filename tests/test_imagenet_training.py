@@ -13,6 +13,7 @@ import fcntl
 import gzip
 import hashlib
 import importlib
+import io
 import itertools
 import json
 import math
@@ -898,6 +899,28 @@ def test_slow_steps_are_agreed_on_sooner(tmp_path):
     assert (start, quick, quicker, slowest) == (1, 20, 20, 1)
     assert 2 <= slow <= 4
     assert before_saving <= 3
+
+
+def agree_on_nan(folder: Path) -> tuple[int, str]:
+    """Return the exit status of this rank, and what it says, when the loss is not finite on rank 1 alone."""
+    join_store()
+    args = options(save_steps=1)
+    _, run, _, _, checkpoints, monitor = build(folder, ExactModel(), args, 8)
+    run.step = 1
+    loss = math.nan if dist.get_rank() == 1 else 1.0
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as end:
+        main.agree(run, torch.tensor([loss, 1, 4], dtype=torch.float64), checkpoints, monitor, args)
+    checkpoints.finish()
+    monitor.close()
+    return end.value.code, said.getvalue()
+
+
+def test_no_rank_goes_on_when_the_loss_is_nan_on_one(tmp_path):
+    """All ranks leave together, one of them says why, and nothing is saved."""
+    line = "main.py: error: the loss is nan before step 1 of epoch 1: nothing of it is saved\n"
+    assert run_ranks(2, agree_on_nan, tmp_path) == [(1, line), (1, "")]
+    assert not list(tmp_path.glob("epoch-*"))
 
 
 # Evaluation
