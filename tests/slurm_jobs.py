@@ -142,22 +142,25 @@ class Jobs:
     def on_nodes(self) -> list[str]:
         """Return the processes and the temporary files that are on the nodes now."""
         found = []
-        # Folders of the machine are mounted there (see cluster.py), and tests have some of their own.
-        files = r"for f in /tmp/* /tmp/.[!.]* /dev/shm/*; do [ ! -e $f ] || mountpoint -q $f || echo $f; done"
+        # Folders of the machine are mounted there (see cluster.py). One that it has removed since is empty.
+        files = """for f in /tmp/* /tmp/.[!.]* /dev/shm/*; do
+            [ ! -e "$f" ] || mountpoint -q "$f" || find "$f" -maxdepth 1
+        done"""
         for node in self.cluster.nodes:
-            names = self.run(
-                [*self.cluster.namespaces(node), "bash", "-c", f"IFS=; {files}"]
-            ).output.splitlines()
-            names = [
-                name for name in names if re.match(r"/tmp/(slurm-job|pymp|torch|tmp|\.)|/dev/shm/", name)
-            ]
+            names = self.run([*self.cluster.namespaces(node), "bash", "-c", files]).output.splitlines()
+            temporary = r"/tmp/(slurm-job|pymp|torch|tmp|\.|[^/]+/)|/dev/shm/"
+            names = [name for name in names if re.match(temporary, name)]
             found += [f"{node}: {thing}" for thing in self.cluster.processes(node) + names]
+        for path in self.clone.glob("imagenet/checkpoints/*/*.partial"):
+            # What was killed leaves some to the next start, which removes them.
+            if self.show(path.parent.name).get("JobState") in ("COMPLETED", "PREEMPTED"):
+                found.append(f"node1: {path}")
         return found
 
     def remove(self, left: list[str]) -> None:
         """Remove the temporary files among what `leftovers` has found."""
         for node, thing in (item.split(": ", 1) for item in left):
-            if thing.startswith(("/tmp/", "/dev/shm/")):
+            if thing.startswith(("/tmp/", "/dev/shm/", f"{self.clone}/imagenet/checkpoints/")):
                 self.run([*self.cluster.namespaces(node), "rm", "-rf", thing])
 
 
@@ -204,6 +207,15 @@ def weights(result: Result, state: str = "COMPLETED", pictures: int = PICTURES) 
     return sha
 
 
+def stop(process: int) -> None:
+    """Stop a process; return when all of its threads have stopped."""
+    os.kill(process, signal.SIGSTOP)
+    while any(
+        "\nState:\tT" not in path.read_text() for path in Path(f"/proc/{process}/task").glob("*/status")
+    ):
+        time.sleep(0.001)
+
+
 class User(Jobs):
     """Someone with ImageNet's archives, in the folder imagenet."""
 
@@ -237,6 +249,23 @@ class User(Jobs):
         """Signal a Python process on a node that has this text in its command line; 0 if it is there."""
         command = ["pkill", f"-{number.value}", age, "--full", f"bin/python[^ ]* {text}"]
         return self.run([*self.cluster.namespaces(node), *command]).exit_code
+
+    def pid(self, node: str, text: str) -> int:
+        """Return the number that the oldest such process on a node has on this machine."""
+        init = self.cluster.namespaces(node)[2]
+        command = ["pgrep", "--ns", init, "--nslist", "pid", "--oldest", "--full", f"bin/python[^ ]* {text}"]
+        return int(self.run(command).output)
+
+    def stop_in_a_save(self, job: str) -> int:
+        """Stop rank 0, on node1, while it writes a checkpoint; return its number on this machine."""
+        self.until(job, "^World size")
+        rank = self.pid("node1", "main.py")
+        while True:
+            self.until_file(job, "epoch-*.partial")
+            stop(rank)
+            if list(self.checkpoints(job).glob("epoch-*.partial")):
+                return rank
+            os.kill(rank, signal.SIGCONT)  # it was just done
 
     def kill_all(self, node: str) -> None:
         """End all that runs Python on a node, as if it had crashed."""
