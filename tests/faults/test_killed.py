@@ -1,5 +1,6 @@
 """SIGKILL to a process of a job, as the kernel does it when memory runs out: the end is the same."""
 
+import os
 import random
 import re
 import signal
@@ -13,17 +14,34 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 @pytest.mark.parametrize("moment", ["step", "save", "evaluation", "staging", *every_case("", "import")[1:]])
 def test_killed(user, undisturbed, moment):
-    """A process of the job dies at any moment."""
-    job = user.train(*EPOCHS, "--save-steps=2")
+    """A process of the job dies at any moment: it is named, and the others end soon."""
+    job = user.train(*EPOCHS, f"--save-steps={1 if moment == 'save' else 2}")
+    task = 0 if moment == "save" else 1
     if moment in ("staging", "import"):
         file = {"staging": "prepare_data.py", "import": "main.py"}[moment]
         user.until_found(job, lambda: user.kill("node2", file) == 0, moment, 60, pause=0.005)
-        assert user.wait(job).state == "FAILED"  # nothing was trained: it might fail for ever
-        assert user.run(["scontrol", "requeue", job]).exit_code == 0
+    elif moment == "save":
+        os.kill(user.stop_in_a_save(job), signal.SIGKILL)
     else:
-        file = {"step": "*-step-000002.pt", "save": "*.partial", "evaluation": "epoch-001-step-000016.pt"}
-        user.until_file(job, file[moment])
-        assert user.kill("node1" if moment == "save" else "node2", "main.py") == 0
+        user.until(job, "^World size")
+        rank = user.pid("node2", "main.py")
+        user.until_file(job, "*-step-000002.pt" if moment == "step" else "epoch-001-step-000016.pt*")
+        os.kill(rank, signal.SIGKILL)
+    start = time.monotonic()
+    if moment in ("staging", "import"):
+        assert user.wait(job).state == "FAILED"  # nothing was trained: it might fail for ever
+    else:
+        user.until(job, "^job.sh: status .*: to be requeued$")
+    assert time.monotonic() - start < 60
+    output = user.log(job)
+    died = rf"^srun: error: node{task + 1}: task {task}: (Exited with exit code 137|Killed)$"
+    assert re.search(died, output, re.MULTILINE), output
+    if moment in ("staging", "import"):
+        assert user.run(["scontrol", "requeue", job]).exit_code == 0
+    elif moment == "save":
+        assert list(user.checkpoints(job).glob("epoch-*.partial"))  # it was cut
+    elif moment == "evaluation":
+        assert "\nEpoch 1: " not in output, output
     result = user.wait(job)
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] == "1"
@@ -55,16 +73,24 @@ def test_data_loader_worker(user, undisturbed, number):
         assert re.search("RuntimeError: .*DataLoader worker .*is killed", result.output), result
 
 
-def test_rank_sleeps_for_ever(user):
-    """It is named, with the Python stack of every rank, within the timeout; the job is started again."""
-    job = user.train("--epochs=200", "--timeout=15")
-    user.until(job, r"^Epoch 1: ")
-    assert user.kill("node2", "main.py", signal.SIGSTOP) == 0
-    user.until(job, r"they wait for rank 1 on node2 \(does not answer", timeout=60)
-    user.until(job, r"^Job .* requeued 1 times$")
-    output = user.cancel(job).output
-    assert re.search(r"^warning: rank 0 of 2 on node1 has not moved for \d+ s", output, re.MULTILINE), output
-    assert "main.py" in output and " in train" in output, output
+@pytest.mark.parametrize("rank", every_case(1, 0))
+def test_rank_sleeps_for_ever(user, undisturbed, rank):
+    """It is named, with the Python stack of the others, within the timeout; the job is started again."""
+    job = user.train(*EPOCHS, "--save-steps=3", "--timeout=15")
+    user.until_file(job, "*-step-000003.pt")
+    assert user.kill(f"node{rank + 1}", "main.py", signal.SIGSTOP) == 0
+    # Rank 0 has the store, by which they tell each other where they are.
+    said = [
+        "the store does not answer: rank 0 is stopped",
+        r"they wait for rank 1 on node2 \(does not answer",
+    ]
+    user.until(job, said[rank], timeout=20)
+    result = user.wait(job)
+    assert weights(result) == undisturbed
+    assert user.show(job)["Restarts"] == "1"
+    other = rf"^warning: rank {1 - rank} of 2 on node{2 - rank} has not moved for \d+ s"
+    assert re.search(other, result.output, re.MULTILINE), result
+    assert re.search(r"^    .*main.py:\d+ in train$", result.output, re.MULTILINE), result
 
 
 def test_always_killed(user):
