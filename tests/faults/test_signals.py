@@ -1,13 +1,15 @@
 """What Slurm itself does to a job: signals, requeues, suspension, preemption. The end is the same."""
 
+import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
-from slurm_jobs import EPOCHS, User, every_case, weights
+from slurm_jobs import EPOCHS, User, every_case, stop, weights
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-ASKED_TO_STOP = r"^Asked to stop: saved step \d+ of epoch \d+, to go on from there$"
+ASKED_TO_STOP = r"^Asked to stop: saved (step \d+ of epoch \d+), to go on from there$"
 
 
 def preempt(user: User, job: str) -> None:
@@ -15,6 +17,18 @@ def preempt(user: User, job: str) -> None:
     other = user.submit("", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep infinity")
     user.until_found(job, lambda: user.show(job)["JobState"] == "PENDING", "preemption", 60)
     user.run(["scancel", other])
+
+
+def warn_stopped(user: User, job: str, rank: int) -> None:
+    """Warn a job of which one rank is stopped: this goes on when the warning is there."""
+    user.warn(job)
+
+    def pending() -> int:
+        signals = re.search(r"^ShdPnd:\t(\w+)$", Path(f"/proc/{rank}/status").read_text(), re.MULTILINE)[1]
+        return int(signals, 16) & 1 << signal.SIGUSR1 - 1
+
+    user.until_found(job, pending, "a signal", 60)
+    os.kill(rank, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +55,7 @@ def test_requeue_by_hand(user, undisturbed):
     result = user.wait(job)
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] == "1"
+    assert len(re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)) == 1, result
     assert re.search(r"^Resuming from .*-step-\d+.pt$", result.output, re.MULTILINE), result
 
 
@@ -54,6 +69,7 @@ def test_suspended(user, undisturbed, seconds):
     user.run(["sleep", seconds])  # the length of the suspension, not a wait for something
     assert user.run(["scontrol", "resume", job]).exit_code == 0
     assert weights(user.wait(job)) == undisturbed
+    assert seconds > 15 or user.show(job)["Restarts"] == "0"
 
 
 @pytest.mark.parametrize("grace", every_case(15, 0))
@@ -72,19 +88,21 @@ def test_preempted(user, undisturbed, grace):
     remembered = grace and (24, 5) <= user.slurm_version() < (26, 5)
     assert weights(result, "PREEMPTED" if remembered else "COMPLETED") == undisturbed
     assert user.show(job)["Restarts"] == "1"
-    if grace:
-        assert len(re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)) == 1, result
+    assert len(re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)) == 1, result
 
 
-@pytest.mark.parametrize("moment", every_case("staging", "import", "first step", "save", "last step"))
+MOMENTS = every_case("staging", "import", "first step", "save", "last steps", "after the last epoch")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_warned(user, undisturbed, moment):
     """The warning before the time limit, at moments at which it is easily lost."""
-    steps = {"first step": 1, "save": 8}
+    steps = {"first step": 1, "save": 1, "last steps": 14}
     job = user.train(*EPOCHS, f"--save-steps={steps.get(moment, 1000)}")
     if moment in ("staging", "import"):
         file = "prepare_data.py" if moment == "staging" else "main.py"
-        stop = signal.SIGSTOP  # it must not be over when the warning comes
-        user.until_found(job, lambda: user.kill("node2", file, stop) == 0, moment, 60, 0.005)
+        pause = signal.SIGSTOP  # it must not be over when the warning comes
+        user.until_found(job, lambda: user.kill("node2", file, pause) == 0, moment, 60, 0.005)
         user.warn(job)
         result = user.wait(job)
         assert result.state == "FAILED", result
@@ -94,10 +112,27 @@ def test_warned(user, undisturbed, moment):
         )
         assert user.show(job)["Restarts"] == "0"
         return
-    if moment == "last step":
-        user.until(job, "^Epoch 2: ")
+    if moment == "save":
+        rank = user.stop_in_a_save(job)
     else:
-        user.until_file(job, "*.partial" if moment == "save" else "*-step-000001.pt")
-    user.warn(job)
-    assert weights(user.wait(job)) == undisturbed
-    assert user.show(job)["Restarts"] == "1" or moment == "last step"
+        user.until(job, "^World size")
+        rank = user.pid("node2", "main.py")
+        if moment == "after the last epoch":
+            user.until_found(job, lambda: "\nEpoch 2: " in user.log(job), "Epoch 2", 120, 0.001)
+        else:
+            user.until_file(
+                job, "*-step-000001.pt*" if moment == "first step" else "epoch-002-step-000014.pt*"
+            )
+        stop(rank)
+    warn_stopped(user, job, rank)
+    result = user.wait(job)
+    assert weights(result) == undisturbed
+    saved = {
+        "first step": [r"step [12] of epoch 1"],
+        "save": [r"step \d+ of epoch \d"],
+        "last steps": [r"step 1[56] of epoch 2"],
+        "after the last epoch": [],  # nothing agrees any more: it ends as if it had not been warned
+    }
+    said = re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)
+    assert len(said) == len(saved[moment]) and all(map(re.fullmatch, saved[moment], said)), result
+    assert user.show(job)["Restarts"] == str(len(said))
