@@ -72,7 +72,7 @@ def test_node_crashes(user, undisturbed, node, then):
     if then == "returns":
         user.cluster.revive()
     # Slurm does not miss a batch script that is just starting before it has asked its nodes 20 times.
-    user.until(job, "^Job .* requeued 1 times", timeout=300)
+    user.until(job, "^Job .* requeued 1 times", timeout=300 if node == "node1" else 200)
     nodes = user.show(job)["NodeList"]
     result = user.wait(job)
     assert weights(result) == undisturbed
