@@ -1,6 +1,7 @@
 """Checkpoints and data that are damaged, missing, of another run or not to be trusted, and full disks."""
 
 import importlib
+import itertools
 import os
 import pickle
 import re
@@ -72,7 +73,10 @@ def test_damaged_checkpoint(user, undisturbed, tmp_path, damage):
     assert not proof.exists()
 
 
-@pytest.mark.parametrize("change", every_case("model", "data", "seed", "batch size", "entry"))
+CHANGES = every_case("model", "data", "seed", "batch size", "entry", "missing entry", "further entry")
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_checkpoint_of_another_run(user, tmp_path, change):
     """It is refused with the reason."""
     folder = tmp_path / "checkpoints"
@@ -82,13 +86,18 @@ def test_checkpoint_of_another_run(user, tmp_path, change):
         "data": ([], "with fingerprint of the data"),
         "seed": (["--seed=1"], "with seed 0, not 1"),
         "batch size": (["--batch-size=4"], "with batch_size 5, not 4"),
-        "entry": ([], "does not fit"),
+        "entry": ([], "does not fit --model shufflenet_v2_x0_5: "),
+        "missing entry": ([], 'Missing key(s) in state_dict: "fc.bias"'),
+        "further entry": ([], 'Unexpected key(s) in state_dict: "fc.more"'),
     }
     arguments, reason = other[change]
-    if change == "entry":  # whole by its digest, but with a tensor of another shape
+    if "entry" in change:  # whole by its digest, but with a tensor of another shape, too few or too many
         state = torch.load(newest, weights_only=True)
         del state["sha256"]
-        state["model"]["fc.bias"] = torch.zeros(7)
+        if change == "missing entry":
+            del state["model"]["fc.bias"]
+        else:
+            state["model"]["fc.bias" if change == "entry" else "fc.more"] = torch.zeros(7)
         torch.save(state | {"sha256": checkpoint.digest(state)}, newest)
     env = {}
     if change == "data":  # as many pictures, but others
@@ -197,14 +206,26 @@ def test_slurm_tmpdir(user, what):
     assert "node2" in result.output and "World size" not in result.output, result
 
 
-@pytest.mark.parametrize("folder", every_case("imagenet", "multi_node", "multi_gpu", "single_gpu"))
-def test_folder_of_someone_else(user, folder):
-    """Another user has made the folder that job.sh would make, for a look at what it will put there."""
+EXAMPLES = ("imagenet", "multi_node", "multi_gpu", "single_gpu")
+
+
+@pytest.mark.parametrize("made, folder", every_case(*itertools.product(("folder", "link"), EXAMPLES)))
+def test_folder_of_someone_else(user, tmp_path, made, folder):
+    """Another user has made what job.sh would make: a folder to look into, or a link to one of the user's."""
+    own = tmp_path / "own"
+    own.mkdir()
     job = user.submit(folder, "--hold", "--nodelist=node1", "--nodes=1", *TWO, "job.sh", "--synthetic")
-    path = f"/tmp/slurm-job-{job}"
-    user.run([*user.cluster.namespaces("node1"), "install", "-d", "-m", "777", "-o", "nobody", path])
+    path, node1 = f"/tmp/slurm-job-{job}", user.cluster.namespaces("node1")
+    if made == "folder":
+        user.run([*node1, "install", "-d", "-m", "777", "-o", "nobody", path])
+    else:
+        (own / "a file").touch()
+        user.run([*node1, "ln", "-s", own, path])
+        user.run([*node1, "chown", "-h", "nobody", path])
     assert user.run(["scontrol", "release", job]).exit_code == 0
     result = user.wait(job)
     assert result.state == "FAILED", result
-    assert errors(result.output) == [f"job.sh: error: {path} on node1 is another user's"], result
+    there = "is another user's: sbatch again"
+    assert errors(result.output) == [f"job.sh: error: {path} on node1 {there}"], result
     assert "World size" not in result.output, result
+    assert [file.name for file in own.iterdir()] == (["a file"] if made == "link" else [])
