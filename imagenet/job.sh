@@ -41,7 +41,7 @@ end() {
     until scontrol ping > /dev/null; do echo "job.sh: waiting for Slurm's controller" >&2 && sleep 20; done
     unset SLURM_GPUS SLURM_GPUS_PER_NODE # --overlap and --immediate: a node may be gone that Slurm does not miss
     # After an error that would come again, the file `training` is called `failed` on that node.
-    if [ "$1" != 0 ] && [ -e "$SLURM_TMPDIR/training" ]; then
+    if [ "$1" != 0 ] && [ "${staged:-}" ] && [ -e "$SLURM_TMPDIR/training" ]; then
         if on_each_node --overlap --immediate=30 bash -c may_pass || [ $? != 66 ]; then again=yes; fi
     fi
     # Three times: a controller that has just come back takes some seconds to find its nodes.
@@ -102,6 +102,7 @@ else
     attend uv sync $SYNC_FLAGS
 fi
 on_each_node bash -euc stage
+staged=yes
 
 # srun 22.05 and 23.02 give a task one CPU unless this is set. OMP_NUM_THREADS is PyTorch's number of CPU threads.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
