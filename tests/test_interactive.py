@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from slurm_jobs import REPOSITORY
+from slurm_jobs import REPOSITORY, TINY
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SHAPE = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=4G"]
@@ -70,3 +70,32 @@ def test_where_it_is(user, jobs, archive):
     assert len(re.findall(r'^ *File ".*/main.py", line \d+ in main$', result.output, re.MULTILINE)) == 2, (
         result
     )
+
+
+def test_terminal_of_an_editor(user, tmp_path):
+    """A shell without Slurm's variables works in an allocation, by the commands of imagenet's page."""
+    page = (REPOSITORY / "imagenet" / "README.rst").read_text()
+    commands = re.findall(r"^    srun --jobid=1234 .* \\\n.*$", page, re.MULTILINE)
+    assert len(commands) == 2
+    granted = user.run(["salloc", "--no-shell", *SHAPE])
+    (job,) = re.findall(r"Granted job allocation (\d+)", granted.output)
+    smaller = {
+        "1234": job,
+        "--ntasks-per-node=4 --gpus-per-node=4": "--ntasks-per-node=1 --gpus-per-node=1",
+        "--cpus-per-task=8": "--cpus-per-task=1",
+        "/datasets/imagenet": user.env["IMAGENET_DIR"],
+        "main.py": " ".join(["main.py", *TINY, "--epochs=1"]),
+    }
+    env = {"USER": "someone", "SCRATCH": str(tmp_path), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    try:
+        for command in commands:
+            for old, new in smaller.items():
+                command = command.replace(old, new)
+            result = user.run(["bash", "-c", command], "imagenet", **env)
+            assert result.exit_code == 0, result
+        assert "World size 2: " in result.output and "Weights SHA-256 " in result.output, result
+        assert (tmp_path / "first-try" / "best.pt").exists()
+    finally:
+        on_each = ["srun", f"--jobid={job}", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
+        user.run([*on_each, "rm", "-rf", "/tmp/someone-imagenet"])
+        user.cancel(job)

@@ -78,10 +78,10 @@ def test_output_folder_missing(user, tmp_path):
         assert ended.state == "COMPLETED" and "Weights SHA-256" in log.read_text(), ended
 
 
-def test_main_without_srun(user):
+def test_main_without_srun(user, tmp_path):
     """In a batch script, main.py alone would wait for tasks that do not exist: it says so."""
     script = "cd imagenet && uv run --no-sync python main.py --synthetic " + " ".join(TINY)
-    result = user.sbatch("", "--nodes=2", *TWO, f"--wrap={script}")
+    result = user.sbatch("", "--nodes=2", *TWO, f"--wrap={script}", TMPDIR=str(tmp_path))
     assert result.state == "FAILED", result
     assert re.findall("^main.py: .*", result.output, re.MULTILINE) == [
         "main.py: error: this is none of the 2 tasks of the job: start main.py with srun"
@@ -97,7 +97,7 @@ def test_torchrun_in_srun_in_salloc(user, tmp_path):
             main.py --synthetic --limit-train-samples=160 --limit-valid-samples=24 {" ".join(TINY)} --epochs=1
     """
     command = ["salloc", "--nodes=2", *TWO, "bash", "-euc", script]
-    result = user.run(command, "imagenet", TMPDIR=str(tmp_path))  # torchrun leaves folders there
+    result = user.run(command, "imagenet", TMPDIR=str(tmp_path))  # torch leaves folders there
     assert result.exit_code == 0, result
     assert result.output.count("Weights SHA-256") == 1 and "World size 2" in result.output, result
 
