@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,19 @@ def test_four_warnings(user, undisturbed, moments):
 
 
 def test_requeue_by_hand(user, undisturbed):
-    """`scontrol requeue` leaves the ranks time to save."""
+    """`scontrol requeue` leaves the ranks time to save, also where that takes longer than srun lives."""
     job = user.train(*EPOCHS, "--save-steps=3")
+    user.until(job, "^World size")
+    rank = user.pid("node1", "main.py")
     user.until_file(job, "*-step-000003.pt")
+    stop(rank)
     assert user.run(["scontrol", "requeue", job]).exit_code == 0
+    user.until(job, r"(?s)^srun: error: .*allocation.*^srun: error: .*allocation.*^srun: error: .*allocation")
+    folder_is_there = [*user.cluster.namespaces("node1"), "test", "-d", f"/tmp/slurm-job-{job}"]
+    end = time.monotonic() + 2  # job.sh has given up starting steps, and would remove it in a second
+    while time.monotonic() < end:
+        assert user.run(folder_is_there).exit_code == 0, user.log(job)
+    os.kill(rank, signal.SIGCONT)
     result = user.wait(job)
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] == "1"
