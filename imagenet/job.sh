@@ -36,6 +36,8 @@ warned() {
     kill -s "$signal" "${child:-}" || exit 1 # where there is none, it is too late to begin with one
 }
 trap warned USR1
+# Where Slurm ends the job, no step can start any more, and ranks may still be saving, with files in SLURM_TMPDIR.
+ranks_are_here() { [[ $(scontrol listpids "$SLURM_JOB_ID" 2> /dev/null) =~ $'\n'[0-9]+\ +[0-9]+\ +[0-9] ]]; }
 end() {
     trap '' USR1
     until scontrol ping > /dev/null; do echo "job.sh: waiting for Slurm's controller" >&2 && sleep 20; done
@@ -45,7 +47,8 @@ end() {
         if on_each_node --overlap --immediate=30 bash -c may_pass || [ $? != 66 ]; then again=yes; fi
     fi
     # Three times: a controller that has just come back takes some seconds to find its nodes.
-    for _ in 1 2 3; do on_each_node --overlap --immediate=10 bash -c clean_up && break; done || clean_up_here || true
+    for _ in 1 2 3; do on_each_node --overlap --immediate=10 bash -c clean_up && break; done ||
+        { for _ in {1..300}; do ranks_are_here || break; sleep 0.1; done && clean_up; } || true
     [ "$1" != 0 ] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0 || true # if preempted once, it would start again
     job=$(scontrol show job "$SLURM_JOB_ID")
     if [[ $1 == 0 || $job == *JobState=CANCELLED* ]]; then # it must not come back
@@ -80,13 +83,6 @@ may_pass() { [ ! -e "$SLURM_TMPDIR/failed" ] || exit 66; }
 clean_up() {
     [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --data-dir "$DATA_DIR" --release
     [ -z "${OWN_TMPDIR:-}" ] || rm -rf "$SLURM_TMPDIR"
-}
-clean_up_here() { # where Slurm ends the job no step can start, and ranks may still be saving, with files in this folder
-    for _ in {1..300}; do
-        [[ $(scontrol listpids "$SLURM_JOB_ID" 2> /dev/null) =~ $'\n'[0-9]+\ +[0-9]+\ +[0-9] ]] || break
-        sleep 0.1
-    done
-    clean_up
 }
 export -f stage may_pass clean_up
 
