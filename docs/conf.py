@@ -14,7 +14,15 @@ import side_by_side  # noqa: E402
 project = html_title = "PyTorch on Slurm"
 root_doc = "README"
 EXAMPLES = ["single_gpu", "multi_gpu", "multi_node", "imagenet"]
-OTHERS = ["your_training", "clusters", "troubleshooting", "interactive", "reliability", "fault_matrix"]
+OTHERS = [
+    "your_training",
+    "clusters",
+    "troubleshooting",
+    "interactive",
+    "reliability",
+    "fault_matrix",
+    "scaling",
+]
 PAGES = [*(f"{name}/README" for name in EXAMPLES), *(f"docs/{name}" for name in OTHERS), "CONTRIBUTING"]
 TOCTREE = "\n.. toctree::\n   :hidden:\n\n" + "".join(f"   {page}\n" for page in PAGES)
 # (old file, new file) of every diff in the README files, in the order of the ladder.

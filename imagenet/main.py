@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
 
     def model(name: str) -> str:
         if name not in ["dummy", *models.list_models(module=models)]:
-            raise argparse.ArgumentTypeError(f"torchvision has no {name}: torchvision.models.list_models()")
+            raise argparse.ArgumentTypeError(f"torchvision.models.list_models() has no {name}")
         return name
 
     parser = argparse.ArgumentParser(

@@ -37,3 +37,21 @@ def test_benchmark(name):
     rows = re.findall(r"^│ .*\d\.\d\d │$", result.stdout, re.MULTILINE)
     assert len(rows) >= 2, result.stdout
     assert " cores, load " in result.stdout, result.stdout
+
+
+def test_scaling_page():
+    """docs/scaling.rst computes what growth.py computes."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import growth
+
+    text = (BENCHMARKS.parents[1] / "docs" / "scaling.rst").read_text()
+    sizes = [1e6 * float(size) for size in re.findall(r"ResNet-\d+: ([\d.]+) MB of gradients", text)]
+    rows = re.findall(r"^(\d+) Gbit/s +([\d.]+) ms +(\d+) \S+ +([\d.]+) ms +(\d+) \S+$", text, re.MULTILINE)
+    assert len(sizes) == 2 and len(rows) >= 5
+    for gigabits, *cells in rows:
+        for size, wire, rate in zip(sizes, cells[::2], cells[1::2], strict=True):
+            computed = growth.seconds_on_the_wire(size, 10**9, float(gigabits) * 1e9 / 8)
+            assert float(wire) == pytest.approx(1000 * computed, rel=0.03)  # as it is rounded
+            compute = 256 / float(rate)  # a longer one hides the network, a shorter one does not
+            assert growth.seconds_of_a_step(1.005 * compute, computed) == 1.005 * compute
+            assert growth.seconds_of_a_step(0.995 * compute, computed) > 0.995 * compute
