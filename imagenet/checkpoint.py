@@ -119,8 +119,8 @@ class Checkpoints:
 
         Waits for one that is still being written. A failure is an error in the log, and training goes on.
         """
+        self._wait()
         if dist.get_rank() == 0:
-            self._wait()
             self.saved_at = time.monotonic()
             self.pending = self.writer.submit(self._write, copy_to_cpu(state))
 
@@ -135,19 +135,20 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on disk. Raises RunError, on every rank, if it is not."""
+        if failure := self._wait():
+            raise RunError(f"the last checkpoint is not on disk: {failure}")
+
+    def _wait(self) -> str:
+        """Wait, on every rank, for what is being written; return why it is not on disk, if it is not."""
         failure: list = [None]
         while failure[0] is None:  # in short waits: a slow disk is no rank that hangs
             if dist.get_rank() == 0:
                 with contextlib.suppress(TimeoutError):
-                    self._wait(seconds=1)
+                    if self.pending:
+                        self.pending.result(timeout=1)
                     failure[0] = self.failure
             dist.broadcast_object_list(failure, src=0)
-        if failure[0]:
-            raise RunError(f"the last checkpoint is not on disk: {failure[0]}")
-
-    def _wait(self, seconds: float | None = None) -> None:
-        if self.pending:
-            self.pending.result(seconds)
+        return failure[0]
 
     def _open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -58,8 +58,8 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--data-dir", type=Path, default=data_dir, help="folder that prepare_data.py has filled")
     add("--synthetic", action="store_true", help="train on made-up pictures: no data, no network")
-    add("--limit-train-samples", type=at_least(1), help="train on so many only")
-    add("--limit-valid-samples", type=at_least(1), help="validate on so many only")
+    add("--limit-train-samples", type=at_least(1), help="limit of the training set")
+    add("--limit-valid-samples", type=at_least(1), help="limit of the validation set")
     add("--image-size", type=at_least(1), default=224, help="pixels a side")
     add("--model", type=model, default="resnet50", help="one of torchvision's; dummy: as fast as the data")
     add("--epochs", type=at_least(1), default=90, help="passes over the training set")
@@ -84,7 +84,7 @@ def parse_args() -> argparse.Namespace:
     add("--keep", type=at_least(1), default=3, help="checkpoints to keep, besides the best")
     add("--timeout", type=at_least(1), default=120, help="seconds to wait for a rank that hangs")
     add("--profile", action="store_true", help="trace a few steps: where does the time go?")
-    add("--wandb", metavar="PROJECT", help="track with W&B, too")
+    add("--wandb", metavar="PROJECT", help="W&B project to track it in, too")
     return parser.parse_args()
 
 
