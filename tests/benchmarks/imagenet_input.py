@@ -46,11 +46,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
-        source = args.source or draw_imagenet(scratch / "drawn", 10, 80, 5, resolution=400).source
-        for folder, flags in (("copied", []), ("tree", ["--extract"]), ("small", ["--resize=256"])):
-            command = [sys.executable, PREPARE_DATA, f"--source={source}"]
-            command += [f"--data-dir={scratch / folder}", *flags]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        forms = {"copied": [], "tree": ["--extract"], "small": ["--resize=256"]}
+        build_scratch(scratch, args.source, forms)
         one = {
             "ImageFolder, v2 on PIL, float32": usual_alone(scratch / "tree", args),
             "imagenet/data.py": shipped_alone(scratch / "copied", args),
@@ -66,6 +63,14 @@ def main() -> None:
         title = f"{args.workers} workers, batches of {args.batch_size}"
         print_table(title, "images/s", take_turns(several, args.rounds), usual_way)
     dist.destroy_process_group()
+
+
+def build_scratch(scratch: Path, source: Path | None, forms: dict[str, list[str]]) -> None:
+    """Stage the pictures, or made-up ones, in folders of `scratch`: with what flags, says each of `forms`."""
+    source = source or draw_imagenet(scratch / "drawn", 10, 80, 5, resolution=400).source
+    for folder, flags in forms.items():
+        command = [sys.executable, PREPARE_DATA, f"--source={source}", f"--data-dir={scratch / folder}"]
+        subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL)
 
 
 def options(data_dir: Path, args: argparse.Namespace) -> argparse.Namespace:

@@ -5,10 +5,12 @@
 #
 # CIFAR10_DIR has cifar-10-python.tar.gz or cifar-10-batches-py, IMAGENET_DIR the three archives (or is `-`). Steps:
 # machine nccl accuracy reference rate step synthetic photographs. Without any, all of them; `reference` takes longest.
+# PYTHONPATH=tests/any_checksum before it lets main.py take pictures that are not byte for byte CIFAR-10's.
 set -euo pipefail
 out=$1 cifar10=$(realpath "$2") imagenet=${3:--}
 shift $(($# > 3 ? 3 : $#))
 steps=${*:-machine nccl accuracy reference rate step synthetic photographs}
+[ "$imagenet" = - ] || imagenet=$(realpath "$imagenet")
 mkdir -p "$out"
 out=$(realpath "$out")
 cd "$(dirname "$0")/../.."
@@ -51,19 +53,18 @@ rate() {
 step() {
     run step "${python[@]}" tests/benchmarks/training_step.py --ranks "$(nvidia-smi -L | wc -l)" --steps 100 --batch-size 256
 }
-synthetic() {
+synthetic() { # as people run it; photographs() has it beside the bare step
     run synthetic "${python[@]}" imagenet/main.py --synthetic --limit-train-samples 12800 --epochs 3 \
         --checkpoint-dir "$out/synthetic"
 }
 photographs() {
     [ "$imagenet" != - ] || { echo "on_gpu.sh: no archives of ImageNet: no photographs" && return; }
     run staging "${python[@]}" imagenet/prepare_data.py --source "$imagenet" --data-dir "$out/data"
-    for workers in 4 8 16; do
-        run "photographs-$workers" "${python[@]}" imagenet/main.py --data-dir "$out/data" --epochs 3 --workers "$workers" \
-            --checkpoint-dir "$out/photographs-$workers"
-        run "photographs-dummy-$workers" "${python[@]}" imagenet/main.py --data-dir "$out/data" --epochs 2 --model dummy \
-            --workers "$workers" --checkpoint-dir "$out/photographs-dummy-$workers"
+    for cores in 4 8 16; do # the example and every other way to feed the GPU, decoding on it too, beside the bare step
+        run "photographs-$cores" taskset --cpu-list "0-$((cores - 1))" "${python[@]}" \
+            tests/benchmarks/imagenet_training.py --source "$imagenet" --workers "$cores"
     done
+    run photographs-input "${python[@]}" tests/benchmarks/imagenet_input.py --source "$imagenet"
     run photographs-profile "${python[@]}" imagenet/main.py --data-dir "$out/data" --epochs 1 --profile \
         --checkpoint-dir "$out/profile"
 }

@@ -1,0 +1,177 @@
+"""Measure how fast imagenet's main.py trains, on a GPU or the CPU, against the usual way.
+
+The usual way is torchvision's ImageFolder with v2 transforms on PIL pictures, float32, and `.item()` in every
+step. The limit is forward, backward and step of the example's model on one batch in memory. Between them:
+the example on staged and on made-up pictures, and what it would be if the device itself decoded the JPEGs.
+`taskset --cpu-list 0-3` before it tells how far four cores reach.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from imagenet_input import build_scratch, data, folder_of_pictures, options, order
+from side_by_side import argument_parser, load_example, print_table, take_turns
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision.io import decode_jpeg
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "imagenet"))
+import checkpoint
+import monitor
+import prepare_data
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argument_parser(__doc__, rounds=3)
+    add = parser.add_argument
+    add("--source", type=Path, help="folder with ImageNet's three archives; without it, made-up ones")
+    add("--samples", type=int, default=12800, help="pictures in a turn, of those that there are")
+    add("--model", default="resnet50", help="one of torchvision's")
+    add("--batch-size", type=int, default=256)
+    add("--workers", type=int, default=8, help="worker processes")
+    add("--compile", action="store_true", help="compile the model of the example, and that of the limit")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    example = load_example("imagenet")
+    device = example.setup_distributed(24 * 60 * 60)
+    with tempfile.TemporaryDirectory() as scratch:
+        build_scratch(Path(scratch), args.source, {"copied": [], "tree": ["--extract"]})
+        variants = build_variants(example, Path(scratch), device, args)
+        rates = take_turns(variants, args.rounds)
+    usual, *_, limit = variants
+    title = f"Training a {args.model}, batches of {args.batch_size}, {args.workers} workers"
+    print_table(title, "images/s", rates, usual, limit)
+    dist.destroy_process_group()
+
+
+def build_variants(example, scratch: Path, device: torch.device, args: argparse.Namespace) -> dict:
+    """Return a function for each way; it trains for some steps and returns the number of pictures."""
+    settings = options(scratch / "copied", args)
+    for name, value in vars(args).items():
+        setattr(settings, name, value)
+    settings.learning_rate, settings.weight_decay, settings.epochs = 0.0, 0.0, 10**6
+    settings.save_minutes, settings.save_steps = 10**6, 10**6
+    settings.sync_batchnorm = settings.profile = False
+    settings.wandb, settings.timeout = None, 24 * 60 * 60
+    staged, valid_set = example.load_data(settings)
+    settings.limit_train_samples = len(staged)  # for made-up ones: as many
+    settings.synthetic = True
+    synthetic, _ = example.load_data(settings)
+    classes, steps = len(staged.pictures.classes), len(staged) // args.batch_size
+
+    def make_model():
+        model = example.build_model(settings, classes).to(device, memory_format=torch.channels_last)
+        if args.compile:
+            model.compile()
+        return model
+
+    def shipped(train_set):
+        model = make_model()
+        optimizer, scheduler = example.build_optimizer(model, settings, args.batch_size, steps)
+        run = checkpoint.Run(model, optimizer, scheduler, {}, args.batch_size)
+        loader, _ = example.build_loaders(train_set, valid_set, run, settings)
+        watching = monitor.Monitor(scratch, device, settings)
+        ddp_model = torch.nn.parallel.DistributedDataParallel(model)
+        # An epoch ends with a checkpoint. A turn is much shorter than an epoch, so this one does not.
+        no_checkpoints = argparse.Namespace(save=lambda state: None, age=lambda: 0.0)
+
+        def turn() -> int:
+            example.train(ddp_model, run, loader, no_checkpoints, watching, settings)
+            watching.hangs.pause()
+            run.start_epoch(run.epoch + 1)
+            return done()
+
+        return turn
+
+    def plain(loader, autocast: bool, prepare):
+        """Train as most scripts do; `prepare` makes float32 pictures of what comes from the loader."""
+        model = make_model()
+        sgd, _ = example.build_optimizer(model, settings, args.batch_size, steps)
+
+        def turn() -> int:
+            model.train()
+            loss_sum, correct = 0.0, 0
+            for images, labels in loader:
+                images, labels = prepare(images), labels.to(device)
+                with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                    outputs = model(images)
+                    loss = F.cross_entropy(outputs, labels, label_smoothing=0.1)
+                sgd.zero_grad()
+                loss.backward()
+                sgd.step()
+                loss_sum += loss.item() * len(labels)
+                correct += (outputs.argmax(1) == labels).sum().item()
+            return done()
+
+        return turn
+
+    def decode_there(encoded: list[torch.Tensor]) -> torch.Tensor:
+        pictures = decode_jpeg(encoded, mode="RGB", device=device)
+        return example.normalize(torch.stack([staged.crop_and_flip(picture) for picture in pictures]))
+
+    tree = folder_of_pictures(scratch / "tree")
+    make_loader = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True}
+    make_loader |= {"num_workers": args.workers, "persistent_workers": args.workers > 0}
+    make_loader["pin_memory"] = device.type == "cuda"
+    pil = DataLoader(Subset(tree, order(tree, args)), **make_loader)
+    encoded = DataLoader(Encoded(staged), collate_fn=as_lists, **make_loader)
+
+    bare_model = make_model()
+    bare_sgd, _ = example.build_optimizer(bare_model, settings, args.batch_size, steps)
+    batch = torch.randint(256, (args.batch_size, 3, 224, 224), dtype=torch.uint8, device=device)
+    batch, labels = example.normalize(batch), torch.randint(classes, (args.batch_size,), device=device)
+
+    def bare() -> int:
+        bare_model.train()
+        for _ in range(steps):
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = F.cross_entropy(bare_model(batch), labels, label_smoothing=0.1)
+            bare_sgd.zero_grad()
+            loss.backward()
+            bare_sgd.step()
+        return done()
+
+    def done() -> int:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return steps * args.batch_size
+
+    return {
+        "ImageFolder, v2 on PIL, float32, .item()": plain(pil, False, lambda images: images.to(device)),
+        "imagenet/main.py": shipped(staged),
+        f"the same, JPEGs decoded on the {device.type}": plain(encoded, True, decode_there),
+        "imagenet/main.py --synthetic": shipped(synthetic),
+        "forward, backward, step on one batch": bare,
+    }
+
+
+class Encoded(Dataset):
+    """The bytes of staged JPEGs, and their classes."""
+
+    def __init__(self, chosen: data.Augmented):
+        self.pictures, self.chosen = chosen.pictures, chosen.chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        i = self.chosen[number]
+        place = (int(self.pictures.index[field][i]) for field in ("offset", "size", "packed"))
+        content = prepare_data.read_bytes(self.pictures.file, *place)
+        return torch.frombuffer(content, dtype=torch.uint8), int(self.pictures.labels[i])
+
+
+def as_lists(samples: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Pictures that are still encoded have as many bytes as they have: they make no tensor together."""
+    return [content for content, _ in samples], torch.tensor([label for _, label in samples])
+
+
+if __name__ == "__main__":
+    main()
