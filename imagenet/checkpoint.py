@@ -249,6 +249,8 @@ class Checkpoints:
             self._give_up(path, partial, error.__context__ or error)
 
     def _link_best(self, path: Path) -> None:
+        if not path.exists():  # it could not be written, and that was said
+            return
         partial = self.folder / "best.pt.partial"
         try:
             try:

@@ -755,6 +755,7 @@ def finish_on_full_disk(folder: Path) -> list[str]:
         try:
             checkpoints.load(RECIPE)
             checkpoints.save(draw(1, 1, kilobytes=2000))
+            checkpoints.mark_best(1, 1)  # which is not there: no second failure to hide the first
             checkpoints.finish()
         except checkpoint.RunError as error:
             told.append(str(error))
@@ -768,6 +769,7 @@ def test_every_rank_is_told(small_disk):
     assert first == second
     assert [line.startswith("the last checkpoint is not on disk: ") for line in first] == [False, True]
     assert str(small_disk / "file") in first[0]
+    assert first[1].endswith("epoch-001-step-000001.pt: [Errno 28] No space left on device")
 
 
 def finish_slowly(folder: Path) -> list[str]:
