@@ -217,7 +217,8 @@ class Checkpoints:
         if restarts >= STARTS and [line.split(" on ")[0] for line in starts[-STARTS:]] == [here] * STARTS:
             raise RunError(
                 f"this job was started {STARTS} times from {here} and never got to its next checkpoint: not "
-                f"trying again; the end of each try is in the log above, {log} has their times"
+                f"trying again; the end of each try is in the log above, {log} has their times; once that is "
+                f"mended, go on in a new job, with --checkpoint-dir {self.folder}"
             )
         with open(log, "a") as file:
             file.write(f"{here} on {time.strftime('%Y-%m-%d at %H:%M:%S')}\n")

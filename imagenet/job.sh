@@ -41,8 +41,8 @@ ranks_are_here() { [[ $(scontrol listpids "$SLURM_JOB_ID" 2> /dev/null) =~ $'\n'
 end() {
     trap '' USR1
     until scontrol ping > /dev/null; do echo "job.sh: waiting for Slurm's controller" >&2 && sleep 20; done
-    unset SLURM_GPUS SLURM_GPUS_PER_NODE # --overlap and --immediate: a node may be gone that Slurm does not miss
-    # After an error that would come again, the file `training` is called `failed` on that node.
+    unset SLURM_GPUS SLURM_GPUS_PER_NODE # srun --overlap of 22.05 fails with them where nodes differ
+    # An error that would come again makes `training` `failed`. --immediate: Slurm may not miss a node that is gone.
     if [ "$1" != 0 ] && [ "${staged:-}" ] && [ -e "$SLURM_TMPDIR/training" ]; then
         if on_each_node --overlap --immediate=30 bash -c may_pass || [ $? != 66 ]; then again=yes; fi
     fi
@@ -55,7 +55,7 @@ end() {
         exit "$1"
     elif [[ ${again:-} || $job == *PreemptTime=2* ]]; then
         echo "job.sh: status $1: to be requeued"
-        scontrol requeue "$SLURM_JOB_ID" || echo "job.sh: error: not requeued: sbatch it again" >&2
+        scontrol requeue "$SLURM_JOB_ID" || echo "job.sh: error: not requeued: sbatch it again with --checkpoint-dir" >&2
     elif [ -n "${warned:-}" ]; then
         echo "job.sh: error: the time limit came before the training had begun: ask for more --time" >&2
     fi
@@ -108,7 +108,7 @@ on_each_node bash -euc stage
 staged=yes
 
 # srun 22.05 and 23.02 give a task one CPU unless this is set. OMP_NUM_THREADS is PyTorch's number of CPU threads.
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give the job --cpus-per-task} OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
 export TMPDIR=$SLURM_TMPDIR # what killed processes leave there is removed, too
 export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet

@@ -178,22 +178,24 @@ def setup_distributed(timeout: int) -> torch.device:
     gpus = torch.cuda.device_count() or int(env.get("SLURM_GPUS_ON_NODE", "0"))
     hidden = "SLURM_GPUS_PER_TASK" in env or "per_task" in env.get("SLURM_TRES_BIND", "")
     if gpus and (local_rank >= gpus or hidden):
-        fail(f"rank {rank} of {host} has no GPU to itself: ask for more --gpus-per-node, no --gpus-per-task")
-    device = torch.device("cuda", local_rank) if torch.cuda.device_count() else torch.device("cpu", 0)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+        fail(
+            f"rank {rank} of {host} has no GPU to itself: "
+            "ask for more --gpus-per-node, no --gpus-per-task, no --gpu-bind"
+        )
+    gpu = torch.device("cuda", local_rank) if torch.cuda.device_count() else None
+    if gpu:
+        torch.cuda.set_device(gpu)
     try:
         if rank == 0 and not torchrun:  # c10d would take minutes and pages to say what is wrong there
             family, *_, address = socket.getaddrinfo(env["MASTER_ADDR"], env["MASTER_PORT"])[0]
             socket.create_server(address, family=family).close()
-        dist.init_process_group(backend, device_id=device, timeout=timedelta(seconds=timeout))
-    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, timeout=timedelta(seconds=timeout))
+    except (OSError, RuntimeError) as error:
         fail(
             f"rank {rank} of {world_size} on {host} finds no others at MASTER_ADDR={env['MASTER_ADDR']}, "
             f"MASTER_PORT={env['MASTER_PORT']}, which must be rank 0's node and a free port there: {error}"
         )
-    return device
+    return gpu or torch.device("cpu")
 
 
 def read_slurm_number(name: str, alone: str) -> str:
@@ -245,7 +247,8 @@ def agree(run: Run, metrics: Tensor, checkpoints, monitor, args: argparse.Namesp
     loss, correct, samples, stop, due, pace = sums.tolist()
     if not math.isfinite(loss):
         fail(
-            f"the loss is {loss} before step {run.step} of epoch {run.epoch}: nothing of it is saved",
+            f"the loss is {loss} before step {run.step} of epoch {run.epoch}: nothing of it is saved; "
+            "try a smaller --learning-rate, or look at the data",
             together=True,
         )
     if samples and not save:  # else main() does

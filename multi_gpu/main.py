@@ -125,22 +125,24 @@ def setup_distributed() -> torch.device:
     gpus = torch.cuda.device_count() or int(env.get("SLURM_GPUS_ON_NODE", "0"))
     hidden = "SLURM_GPUS_PER_TASK" in env or "per_task" in env.get("SLURM_TRES_BIND", "")
     if gpus and (local_rank >= gpus or hidden):
-        fail(f"rank {rank} of {host} has no GPU to itself: ask for more --gpus-per-node, no --gpus-per-task")
-    device = torch.device("cuda", local_rank) if torch.cuda.device_count() else torch.device("cpu", 0)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+        fail(
+            f"rank {rank} of {host} has no GPU to itself: "
+            "ask for more --gpus-per-node, no --gpus-per-task, no --gpu-bind"
+        )
+    gpu = torch.device("cuda", local_rank) if torch.cuda.device_count() else None
+    if gpu:
+        torch.cuda.set_device(gpu)
     try:
         if rank == 0 and not torchrun:  # c10d would take minutes and pages to say what is wrong there
             family, *_, address = socket.getaddrinfo(env["MASTER_ADDR"], env["MASTER_PORT"])[0]
             socket.create_server(address, family=family).close()
-        dist.init_process_group(backend, device_id=device)
-    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu)
+    except (OSError, RuntimeError) as error:
         fail(
             f"rank {rank} of {world_size} on {host} finds no others at MASTER_ADDR={env['MASTER_ADDR']}, "
             f"MASTER_PORT={env['MASTER_PORT']}, which must be rank 0's node and a free port there: {error}"
         )
-    return device
+    return gpu or torch.device("cpu")
 
 
 def read_slurm_number(name: str, alone: str) -> str:

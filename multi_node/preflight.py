@@ -100,7 +100,7 @@ def look_at_gpu(local_rank: int, ranks_here: int) -> dict:
         what = f"a rank sees {visible} of the job's {given} GPUs of its node, and NCCL needs to see them all"
         problems.append((what, "unset CUDA_VISIBLE_DEVICES SLURM_GPU_BIND SLURM_TRES_BIND; no --gpu-bind"))
     elif local_rank >= gpus and (gpus or driver):
-        problems.append((f"{ranks_here} ranks share {gpus} GPUs of a node", mend))
+        problems.append((f"{ranks_here} ranks share the GPUs of a node, of which the job has {gpus}", mend))
     elif driver:
         try:
             torch.cuda.init()  # it says what is wrong
@@ -108,8 +108,11 @@ def look_at_gpu(local_rank: int, ranks_here: int) -> dict:
             gpu = torch.cuda.get_device_properties(local_rank)
             free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
             bus = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        except (RuntimeError, AssertionError) as error:
-            problems.append((f"PyTorch cannot use the GPU: {reason_of(error)}", f"#SBATCH --exclude={node}"))
+        except (RuntimeError, AssertionError, AttributeError) as error:
+            reason = reason_of(error)
+            everywhere = re.search("too old|not compiled|no kernel image", reason)
+            mend = "install a PyTorch that fits GPU and driver" if everywhere else f"#SBATCH --exclude={node}"
+            problems.append((f"PyTorch cannot use the GPU: {reason}", mend))
             return found
         found = {"id": str(gpu.uuid), "bus": bus}
         found["GPU"] = f"{local_rank} of {seen}: {gpu.name}, {free:.0f} of {total:.0f} GiB free"
@@ -126,7 +129,7 @@ def look_at_cpus(bus: str) -> dict:
     asked = int(env.get("SLURM_CPUS_PER_TASK", "0")) if "LOCAL_WORLD_SIZE" not in env else 0
     if asked > cpus:
         bound = "SRUN_CPUS_PER_TASK" in env  # the other reason; or srun 22.05 or 23.02 gives a task one CPU
-        mend = "srun --cpu-bind=none" if bound else "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"
+        mend = "export SLURM_CPU_BIND=none" if bound else "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"
         problems.append((f"a rank can use {cpus:g} of the {asked} CPUs that the job asks for", mend))
     elif not asked and cpus < 2:
         problems.append((f"a rank can use {cpus:g} CPU for all it does", "#SBATCH --cpus-per-task=4"))
@@ -246,11 +249,11 @@ def gather(store: dist.Store, moment: str, world_size: int, timeout: int) -> dic
 
 def sum_up(backend: str, store: dist.Store, rank: int, local_rank: int, world_size: int) -> float:
     """Sum numbers over all ranks, check the sums and return the seconds that it took."""
-    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu", 0)
-    if backend == "nccl":
-        torch.cuda.set_device(device)  # a thread starts with GPU 0
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device)
-    numbers = torch.full((MEBIBYTES * 2**18,), rank + 1.0, device=device)
+    gpu = torch.device("cuda", local_rank) if backend == "nccl" else None
+    if gpu:
+        torch.cuda.set_device(gpu)  # a thread starts with GPU 0
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=gpu)
+    numbers = torch.full((MEBIBYTES * 2**18,), rank + 1.0, device=gpu or "cpu")
     dist.all_reduce(numbers.clone())  # the first one opens connections
     dist.barrier()
     start = time.perf_counter()

@@ -61,6 +61,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        fail("this example is a single process: start it as one task, or use multi_gpu")
     device = torch.device("cuda" if torch.cuda.device_count() else "cpu")
     setup_logging()
     if device.type == "cpu":

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import cluster as slurm
+from first_aid import OVER
 from rich.console import Console
 from slurm_jobs import REPOSITORY, User
 
@@ -59,7 +60,7 @@ def follow(user: User, job: str, crash_after: str = "") -> str:
     printed = 0
     over = False
     while not over:
-        over = user.show(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED")  # before the last look
+        over = user.show(job)["JobState"] in OVER  # before the last look
         lines = user.log(job).splitlines(keepends=True)
         for line in lines[printed:]:
             if line.endswith("\n"):
@@ -68,7 +69,7 @@ def follow(user: User, job: str, crash_after: str = "") -> str:
                 if crash_after and line.startswith(crash_after):
                     crash_after = ""
                     user.cluster.crash("node2")
-                    say("node2 has lost its power. Slurm finds out within half a minute.")
+                    say("node2 has lost its power. Slurm finds out in half a minute, and requeues the job.")
         time.sleep(0.2)
     if not (found := re.search("^Weights SHA-256 ([0-9a-f]+)", user.log(job), re.MULTILINE)):
         sys.exit(f"\ndemo.py: error: job {job} has not trained to its end")

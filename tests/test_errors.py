@@ -84,6 +84,35 @@ def test_multi_gpu_on_two_nodes_of_salloc(jobs):
     assert_failed(result, "^main.py: error: this example is for the GPUs of one node: .* use multi_node$")
 
 
+def test_single_gpu_as_several_tasks(jobs):
+    """Each would train the same."""
+    flags = [*SMALL, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2"]
+    result = jobs.sbatch("single_gpu", *flags, "job.sh", *SYNTHETIC)
+    line = "^main.py: error: this example is a single process: start it as one task, or use multi_gpu$"
+    assert_failed(result, line)
+    assert "Epoch" not in result.output, result
+
+
+@pytest.mark.parametrize("folder", ["multi_node", "imagenet"])
+def test_no_cpus_per_task(jobs, tmp_path, folder):
+    """job.sh may have lost a line that it needs, or there may be a cluster where nobody gives it."""
+    script = (jobs.clone / folder / "job.sh").read_text()
+    without = re.sub("#SBATCH --cpus-per-task=.*\n", "", script)
+    assert without != script
+    (tmp_path / "job.sh").write_text(without)
+    flags = ["--mem=1G", "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    result = jobs.sbatch(folder, *flags, tmp_path / "job.sh", *SYNTHETIC, CIFAR10_ARCHIVE="", IMAGENET_DIR="")
+    assert_failed(result, "SLURM_CPUS_PER_TASK: give the job --cpus-per-task$", times=1)
+
+
+def test_wrong_interface(jobs):
+    """A line that was copied from another cluster."""
+    flags = [*SMALL, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2"]
+    result = jobs.sbatch("multi_node", *flags, "job.sh", *SYNTHETIC, GLOO_SOCKET_IFNAME="eth7")
+    assert_failed(result, "^main.py: error: rank . of 2 on node1 .*Unable to find address for: eth7")
+    assert "Traceback" not in result.output, result
+
+
 @pytest.mark.parametrize(
     "folder, script", [("multi_gpu", "job.sh"), ("multi_node", "job.sh"), ("multi_node", "job_torchrun.sh")]
 )

@@ -351,7 +351,8 @@ def test_loss_that_is_not_finite(tmp_path):
         *others, line = errors(training.text())
         assert all("the weights are not finite" in other for other in others)
         found = re.fullmatch(
-            r"main.py: error: the loss is (nan|inf) before step (\d+) of epoch 1: nothing of it is saved",
+            r"main.py: error: the loss is (nan|inf) before step (\d+) of epoch 1: nothing of it is saved; "
+            "try a smaller --learning-rate, or look at the data",
             line,
         )
         assert found, line
@@ -918,7 +919,8 @@ def agree_on_nan(folder: Path) -> tuple[int, str]:
 
 def test_no_rank_goes_on_when_the_loss_is_nan_on_one(tmp_path):
     """All ranks leave together, one of them says why, and nothing is saved."""
-    line = "main.py: error: the loss is nan before step 1 of epoch 1: nothing of it is saved\n"
+    line = "main.py: error: the loss is nan before step 1 of epoch 1: nothing of it is saved; "
+    line += "try a smaller --learning-rate, or look at the data\n"
     assert run_ranks(2, agree_on_nan, tmp_path) == [(1, line), (1, "")]
     assert not list(tmp_path.glob("epoch-*"))
 

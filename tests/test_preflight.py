@@ -119,7 +119,7 @@ def test_two_ranks_on_a_gpu_and_no_room(jobs):
         result, problems = preflight(jobs, flags, "--data-dir=/mnt/job/data", env={})
         listing = jobs.run([*jobs.cluster.namespaces("node1"), "ls", "-A", "/mnt"])
     assert problems == {
-        ("2 ranks share 1 GPUs of a node", "rank 1", "#SBATCH --gpus-per-node=2"),
+        ("2 ranks share the GPUs of a node, of which the job has 1", "rank 1", "#SBATCH --gpus-per-node=2"),
         ("/mnt has 0.0 GB free, not 1", "rank 0", "export SLURM_TMPDIR=/a/folder/with/room"),
     }, result
     assert result.exit_code != 0 and listing.output == "", result

@@ -9,7 +9,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 rank, local_rank, world_size = (int(os.environ[f"SLURM_{name}"]) for name in ("PROCID", "LOCALID", "NTASKS"))
-device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(local_rank)
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world_size)
 torch.manual_seed(0)
 

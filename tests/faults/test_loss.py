@@ -15,7 +15,8 @@ def test_loss_is_not_finite(user, learning_rate):
     result = user.wait(job)
     assert result.state == "FAILED" and user.show(job)["Restarts"] == "0", result
     (step,) = re.findall(
-        r"^main.py: error: the loss is (?:nan|inf) before step (\d+) of epoch 1: nothing of it is saved$",
+        r"^main.py: error: the loss is (?:nan|inf) before step (\d+) of epoch 1: nothing of it is saved; "
+        "try a smaller --learning-rate, or look at the data$",
         result.output,
         re.MULTILINE,
     )
