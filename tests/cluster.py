@@ -62,7 +62,7 @@ SlurmdPidFile={state}/slurmd-%n.pid
 SlurmdLogFile={state}/slurmd-%n.log
 SlurmdParameters=config_overrides
 ProctrackType={proctrack}
-TaskPlugin={task}
+{task}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 GresTypes=gpu
@@ -240,11 +240,14 @@ def start(
     proctrack: str = "linuxproc",
     lifeline: int | None = None,
     limit_memory: bool = False,
+    bind_tasks: bool = False,
 ) -> tuple[Cluster, subprocess.Popen]:
     """Start a cluster and return it, and its supervisor, when every node is idle.
 
     `slurm` is "installed" or one of RELEASES; `proctrack`, how it finds a job's processes, one of PROCTRACK.
-    With `limit_memory`, which takes "cgroup" for that, what uses more than a job's --mem is killed.
+    With `limit_memory`, which takes "cgroup" for that, what uses more than a job's --mem is killed. With
+    `bind_tasks`, a task runs on CPUs that Slurm chooses, as on most clusters: here, the first task of every
+    node on the same one of the machine's, so that the others may be idle.
     The cluster ends with `Cluster.stop`, and, if it is given a `lifeline`, when the other end of that pipe
     closes: when its owner is gone, however it went.
     """
@@ -257,7 +260,7 @@ def start(
     if lifeline is None:
         (state / "detached").touch()
     command = [sys.executable, __file__, "supervise", str(state), str(root), proctrack]
-    command += [str(nodes), str(gpus), str(cpus), str(int(limit_memory))]
+    command += [str(nodes), str(gpus), str(cpus), str(int(limit_memory)), str(int(bind_tasks))]
     read_end, write_end = os.pipe()
     with (state / "supervisor.out").open("w") as log:
         supervisor = subprocess.Popen(
@@ -311,7 +314,15 @@ class Supervisor:
     """The process that all others of a cluster die with."""
 
     def __init__(
-        self, state: Path, root: Path, proctrack: str, nodes: int, gpus: int, cpus: int, limit_memory: int
+        self,
+        state: Path,
+        root: Path,
+        proctrack: str,
+        nodes: int,
+        gpus: int,
+        cpus: int,
+        limit_memory: int,
+        bind_tasks: int,
     ):
         self.state = state
         self.root = root
@@ -320,6 +331,7 @@ class Supervisor:
         self.gpus = gpus
         self.cpus = cpus
         self.limit_memory = limit_memory
+        self.bind_tasks = bind_tasks
         self.link = ""
         self.daemons: dict[str, subprocess.Popen] = {}
         self.hosts: dict[str, tuple[int, list[str]]] = {}
@@ -383,13 +395,14 @@ class Supervisor:
             + (f" Gres=gpu:{self.gpus}" if self.gpus else "")
             for i, name in enumerate(self.names)
         )
+        plugins = ["task/affinity"] * self.bind_tasks + ["task/cgroup"] * self.limit_memory
         (self.state / "slurm.conf").write_text(
             SLURM_CONF.format(
                 state=self.state,
                 subnet=self.subnet,
                 nodes=nodes,
                 proctrack=f"proctrack/{self.proctrack}",
-                task="task/affinity,task/cgroup" if self.limit_memory else "task/affinity",
+                task=f"TaskPlugin={','.join(plugins)}" if plugins else "",
             )
         )
         if self.root != Path("/"):
@@ -548,11 +561,11 @@ def main() -> None:
     for name in ("state", "root"):
         internal.add_argument(name, type=Path)
     internal.add_argument("proctrack")
-    for name in ("nodes", "gpus", "cpus", "limit_memory", "answer"):
+    for name in ("nodes", "gpus", "cpus", "limit_memory", "bind_tasks", "answer"):
         internal.add_argument(name, type=int)
     args = parser.parse_args()
     if args.command == "supervise":
-        shape = (args.nodes, args.gpus, args.cpus, args.limit_memory)
+        shape = (args.nodes, args.gpus, args.cpus, args.limit_memory, args.bind_tasks)
         return supervise(args.state, args.answer, args.root, args.proctrack, *shape)
     try:
         clusters = running()

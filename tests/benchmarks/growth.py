@@ -101,7 +101,7 @@ def launch(cluster: slurm.Cluster, ranks: int) -> dict[str, float]:
         "--mem=2G",
         "--kill-on-bad-exit",
     ]
-    env = os.environ | cluster.env | {"OMP_NUM_THREADS": "1", "SLURM_CPU_BIND": "none"}
+    env = os.environ | cluster.env | {"OMP_NUM_THREADS": "1"}
     command = [*srun, sys.executable, *sys.argv]
     result = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(result.stdout.splitlines()[-1])
