@@ -379,7 +379,7 @@ def settle_buckets(model: nn.parallel.DistributedDataParallel, batch_size: int, 
     weights = copy.deepcopy(model.module.state_dict())
     images = torch.zeros(batch_size, 3, image_size, image_size, device=model.device)
     for _ in range(2):
-        with torch.autocast(model.device.type, torch.bfloat16):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
             logits = model(images.contiguous(memory_format=torch.channels_last))
         logits.float().sum().backward()
     model.zero_grad()

@@ -221,7 +221,7 @@ def train(model, run: Run, loader: DataLoader, checkpoints, monitor, args: argpa
         seed_torch(args.seed, run.epoch, run.step, part, rank)  # for models with dropout
         # One all-reduce of the gradients a step is enough: after its last part.
         with contextlib.nullcontext() if part == parts - 1 else model.no_sync():
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 logits = model(normalize(images))
                 losses = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum")
             # DDP divides by the ranks, whose shares and parts need not have the same size.
@@ -276,7 +276,7 @@ def evaluate(model: nn.Module, loader: DataLoader, monitor: Monitor) -> Tensor:
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images, labels = (tensor.to(device, non_blocking=True) for tensor in (images, labels))
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(normalize(images))
         measure(metrics, logits, labels)
         monitor.tick()

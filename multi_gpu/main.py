@@ -164,7 +164,7 @@ def train(model, optimizer, scheduler, data: Split, global_batch_size: int, seed
     batches = batches[:, dist.get_rank() :: dist.get_world_size()]  # this rank's share of each
     for index in progress(batches, f"Epoch {epoch}"):
         images, labels = data.images[index, flip[index], top[index], left[index]], data.labels[index]
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(normalize(images))
             loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
         optimizer.zero_grad()
@@ -187,7 +187,7 @@ def evaluate(model: nn.Module, data: Split, batch_size: int) -> Tensor:
     order = torch.arange(len(data.labels), device=device)
     order = order[dist.get_rank() :: dist.get_world_size()]  # this rank's share; not all have the same length
     for index in order.split(batch_size):
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(normalize(data.images[index]))
         measure(metrics, logits, data.labels[index])
     return metrics

@@ -55,8 +55,7 @@ def build_variants(example, data_dir: Path, args: argparse.Namespace) -> dict:
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 
     def step(images, labels) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(network(images), labels, label_smoothing=0.1)
+        loss = F.cross_entropy(network(images), labels, label_smoothing=0.1)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

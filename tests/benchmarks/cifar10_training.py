@@ -93,7 +93,7 @@ def build_variants(example, data_dir: Path, device: torch.device, args: argparse
     def bare() -> int:
         bare_model.train()
         for _ in range(steps):
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss = F.cross_entropy(bare_model(batch), labels, label_smoothing=0.1)
             bare_sgd.zero_grad()
             loss.backward()

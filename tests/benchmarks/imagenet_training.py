@@ -100,7 +100,7 @@ def build_variants(example, scratch: Path, device: torch.device, args: argparse.
             loss_sum, correct = 0.0, 0
             for images, labels in loader:
                 images, labels = prepare(images), labels.to(device)
-                with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                with torch.autocast(device.type, torch.bfloat16, enabled=autocast and device.type == "cuda"):
                     outputs = model(images)
                     loss = F.cross_entropy(outputs, labels, label_smoothing=0.1)
                 sgd.zero_grad()
@@ -131,7 +131,7 @@ def build_variants(example, scratch: Path, device: torch.device, args: argparse.
     def bare() -> int:
         bare_model.train()
         for _ in range(steps):
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss = F.cross_entropy(bare_model(batch), labels, label_smoothing=0.1)
             bare_sgd.zero_grad()
             loss.backward()

@@ -67,7 +67,7 @@ def build_steps(example, device: torch.device, args: argparse.Namespace) -> dict
     def usual() -> int:
         usual_model.train()
         for _ in range(args.steps):
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 logits = usual_model(batch)
                 loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
             adamw.zero_grad()
@@ -83,7 +83,7 @@ def build_steps(example, device: torch.device, args: argparse.Namespace) -> dict
     def bare() -> int:
         bare_model.train()
         for _ in range(args.steps):
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss = F.cross_entropy(bare_model(batch), labels, label_smoothing=0.1)
             bare_sgd.zero_grad()
             loss.backward()
