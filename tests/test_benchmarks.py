@@ -56,3 +56,11 @@ def test_scaling_page():
             compute = 256 / float(rate)  # a longer one hides the network, a shorter one does not
             assert growth.seconds_of_a_step(1.005 * compute, computed) == 1.005 * compute
             assert growth.seconds_of_a_step(0.995 * compute, computed) > 0.995 * compute
+    row = r"^(\d+) Mbit/s +(\d)" + r" +([\d.]+) s" * 5 + "$"
+    measured = re.findall(row, text, re.MULTILINE)
+    assert len(measured) >= 6
+    for megabits, ranks, *cells in measured:
+        compute, wire, _, step, _ = map(float, cells)
+        computed = growth.seconds_on_the_wire(sizes[0], int(ranks), float(megabits) * 1e6 / 8)
+        assert wire == pytest.approx(computed, abs=0.01)
+        assert step == pytest.approx(growth.seconds_of_a_step(compute, computed), abs=0.015)
