@@ -1,6 +1,7 @@
 """Draw the accuracy and the images/s of a run, epoch by epoch, from the log of its job.
 
-The picture takes the colour scheme of the page that shows it, as that of draw_ranks.py does.
+Without arguments, it draws curves.svg from curves.out, the log of a run that README.rst tells of. The
+picture takes the colour scheme of the page that shows it, as that of draw_ranks.py does.
 """
 
 import argparse
@@ -19,13 +20,23 @@ EPOCH = re.compile(
 TEST = re.compile(r"Test loss \S+ accuracy ([\d.]+)%")
 # In pixels: where the plots are.
 LEFT, RIGHT, HEIGHT, TOPS = 84, WIDTH - 40, 190, (92, 366)
+LOG = Path(__file__).with_name("curves.out")
+PICTURES = {
+    "curves.svg": lambda: draw(LOG.read_text(encoding="utf-8"), "A ShuffleNet on CIFAR-10's pictures")
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("log", type=Path, help="slurm-N.out of any of the examples")
-    parser.add_argument("picture", type=Path, help="SVG to write")
+    parser.add_argument("log", nargs="?", type=Path, help="slurm-N.out of any of the examples")
+    parser.add_argument("picture", nargs="?", type=Path, help="SVG to write")
     args = parser.parse_args()
+    if args.log is None:
+        for name, draw_it in PICTURES.items():
+            LOG.with_name(name).write_text(draw_it(), encoding="utf-8")
+        return
+    if args.picture is None:
+        parser.error("name the picture, too")
     log = args.log.read_text(encoding="utf-8", errors="replace")
     if not EPOCH.search(log):
         sys.exit(f"draw_curves.py: error: {args.log} has no line of an epoch: did the job train?")

@@ -240,14 +240,14 @@ def start(
     proctrack: str = "linuxproc",
     lifeline: int | None = None,
     limit_memory: bool = False,
-    bind_tasks: bool = False,
+    bind_tasks: bool = True,
 ) -> tuple[Cluster, subprocess.Popen]:
     """Start a cluster and return it, and its supervisor, when every node is idle.
 
     `slurm` is "installed" or one of RELEASES; `proctrack`, how it finds a job's processes, one of PROCTRACK.
-    With `limit_memory`, which takes "cgroup" for that, what uses more than a job's --mem is killed. With
-    `bind_tasks`, a task runs on CPUs that Slurm chooses, as on most clusters: here, the first task of every
-    node on the same one of the machine's, so that the others may be idle.
+    With `limit_memory`, which takes "cgroup" for that, what uses more than a job's --mem is killed. Without
+    `bind_tasks`, a task runs on any of the machine's CPUs. Otherwise Slurm chooses, as on most clusters: the
+    only task of every node gets the same one, and the machine's others may be idle.
     The cluster ends with `Cluster.stop`, and, if it is given a `lifeline`, when the other end of that pipe
     closes: when its owner is gone, however it went.
     """

@@ -78,17 +78,13 @@ def archive(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def cluster(pytestconfig, clone):
     """Three nodes with four GPUs each, on this machine."""
-    yield from start_cluster(pytestconfig)
-
-
-def start_cluster(pytestconfig, **options):
     if reason := slurm.missing_requirements():
         # Where the README's test command has installed everything, nothing may be skipped.
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     read_end, write_end = os.pipe()
     generation = {name: pytestconfig.getoption(name) for name in ("slurm", "proctrack")}
     generation = {name: value for name, value in generation.items() if value}
-    running, supervisor = slurm.start(nodes=3, gpus=4, cpus=64, lifeline=read_end, **generation, **options)
+    running, supervisor = slurm.start(nodes=3, gpus=4, cpus=64, lifeline=read_end, **generation)
     os.close(read_end)
     yield running
     os.close(write_end)

@@ -5,11 +5,9 @@ import re
 import subprocess
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from conftest import start_cluster
-from slurm_jobs import REPOSITORY, Jobs
+from slurm_jobs import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 PREFLIGHT = ["uv", "run", "--no-sync", "python", "preflight.py"]
@@ -18,15 +16,6 @@ TWO = ["--nodelist=node[1-2]", "--ntasks-per-node=1", "--gpus-per-node=3", "--cp
 CORES = {"SLURM_CPU_BIND": "cores"}  # as many clusters have it
 GOOD = CORES | {"SRUN_CPUS_PER_TASK": "2"}  # what job.sh says
 BY_ADDRESS = "MASTER_ADDR=$(hostname -I | cut -d' ' -f1)"
-
-
-@pytest.fixture(scope="module")
-def jobs(pytestconfig, jobs, tmp_path_factory):
-    """The same jobs, on a cluster that binds tasks to CPUs."""
-    clusters = start_cluster(pytestconfig, bind_tasks=True)
-    archive, logs = Path(jobs.env["CIFAR10_ARCHIVE"]), tmp_path_factory.mktemp("logs")
-    yield Jobs(next(clusters), jobs.clone, archive, logs)
-    next(clusters, None)
 
 
 @pytest.fixture(autouse=True)

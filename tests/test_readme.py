@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import draw_batch
+import draw_curves
 import draw_examples
 import draw_imagenet
 import draw_ranks
@@ -88,7 +89,7 @@ def test_pages_render_without_a_warning(path, tmp_path):
 
 
 def test_pictures_are_up_to_date():
-    scripts = (draw_batch, draw_examples, draw_imagenet)
+    scripts = (draw_batch, draw_curves, draw_examples, draw_imagenet)
     pictures = {"ranks.svg": draw_ranks.draw} | {
         k: draw for script in scripts for k, draw in script.PICTURES.items()
     }

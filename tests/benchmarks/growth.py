@@ -49,7 +49,9 @@ def main() -> None:
     for column in [*columns, "computed", "of computed"]:
         table.add_column(column, justify="right")
     read_end, write_end = os.pipe()
-    cluster, supervisor = slurm.start(nodes=max(args.ranks), gpus=0, cpus=64, lifeline=read_end)
+    cluster, supervisor = slurm.start(
+        nodes=max(args.ranks), gpus=0, cpus=64, lifeline=read_end, bind_tasks=False
+    )
     try:
         for megabits in args.megabits:
             for node in cluster.nodes:
