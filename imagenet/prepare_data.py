@@ -15,6 +15,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import queue
 import re
 import shutil
 import signal
@@ -28,9 +29,9 @@ import warnings
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -147,7 +148,7 @@ def main() -> None:
             stage(args)
     except Problem as problem:
         fail(str(problem))
-    except BrokenProcessPool:
+    except WorkerKilled:
         fail(f"a worker on {HOST} was killed, for its memory perhaps: ask for more --mem or fewer --workers")
     except OSError as error:
         fail(f"{error.filename or args.data_dir} on {HOST}: {error.strerror or error}")
@@ -205,7 +206,7 @@ def write(args: argparse.Namespace, source: Source, form: str) -> dict:
     flush(data_dir / "staging.json")  # first of all: to flush a file later is to wait for all the data
     if args.resize:
         import torchvision.transforms.v2  # noqa: F401  # once, before the workers are forked
-    with worker_pool(args.workers) as pool:
+    with WorkerPool(args.workers) as pool:
         sums = pool.map(md5, archives if args.checksums else [])
         if form == "copied":
             pictures = copy(pool, source, data_dir)
@@ -230,7 +231,7 @@ def write(args: argparse.Namespace, source: Source, form: str) -> dict:
     return {"host": host, "boot": boot_id(), "made": made, "splits": splits, "classes": classes}
 
 
-def copy(pool: ProcessPoolExecutor, source: Source, data_dir: Path) -> list[Picture]:
+def copy(pool: "WorkerPool", source: Source, data_dir: Path) -> list[Picture]:
     """Copy the archives. A class of ImageNet's training set is indexed when its bytes have been copied."""
     sizes = [archive.stat().st_size for archive in source.archives]
     check_space(data_dir, sum(sizes))
@@ -271,7 +272,7 @@ def copy_part(part: Part, data_dir: Path) -> list[Picture]:
         return list_class(target_file, part) if part.class_tar else []
 
 
-def convert(pool: ProcessPoolExecutor, source: Source, data_dir: Path, side: int | None) -> list[Picture]:
+def convert(pool: "WorkerPool", source: Source, data_dir: Path, side: int | None) -> list[Picture]:
     """Extract all pictures; or, given a `side`, write archives of them with shorter sides of that length."""
     parts, devkit = [], None
     if source.layout == "imagenet":
@@ -691,25 +692,68 @@ def fingerprint(index: np.ndarray, classes: list[str]) -> str:
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Give a pool of processes, which ends at once when something fails or this process is killed."""
-    # Forked, they have all that is imported, and hold the lock until the last of them is gone.
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(os.getpid(),)) as pool:
+class WorkerPool:
+    """Processes that call functions, and end at once when something fails or this process is killed.
+
+    Each has a connection of its own, which ends with it. In a ProcessPoolExecutor all share one: whoever is
+    killed while it hands over a result keeps it open, and this process would wait for the rest for ever.
+    """
+
+    def __init__(self, processes: int):
+        context = multiprocessing.get_context("fork")  # with all that is imported, and the lock, held by each
+        self.processes, self.free = [], queue.SimpleQueue()
+        for _ in range(processes):
+            ours, theirs = context.Pipe()
+            self.processes.append(context.Process(target=work, args=(theirs, ours, os.getpid()), daemon=True))
+            self.processes[-1].start()
+            theirs.close()
+            self.free.put(ours)
+        self.threads = ThreadPoolExecutor(processes)  # each waits for a process
+
+    def map(self, function: Callable, arguments: Iterable) -> Iterator:
+        return self.threads.map(functools.partial(self.call, function), arguments)
+
+    def call(self, function: Callable, argument):
+        connection = self.free.get()
         try:
-            yield pool
-        except BaseException:
-            for process in multiprocessing.active_children():
-                process.kill()
-            raise
+            connection.send((function, argument))
+            result, error = connection.recv()
+        except (EOFError, OSError):
+            raise WorkerKilled from None
+        finally:
+            self.free.put(connection)
+        if error:
+            raise error
+        return result
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes:
+            process.kill()  # it has nothing left to do, or something has failed
+            process.join()
+        self.threads.shutdown(cancel_futures=True)
 
 
-def start_worker(parent: int) -> None:
+class WorkerKilled(Exception):
+    """A process of a pool has ended while it was to do something."""
+
+
+def work(connection: Connection, others_end: Connection, parent: int) -> None:
+    """Call what comes over a connection, and answer with the result or the error, until killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends this process
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
     if os.getppid() != parent:
         os._exit(1)
+    others_end.close()
+    while True:
+        function, argument = connection.recv()
+        try:
+            answer = function(argument), None
+        except Exception as error:
+            answer = None, error
+        connection.send(answer)
 
 
 def follow(results: Iterable, amounts: list[int], unit: str, start: float) -> Iterator:

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import tarfile
 from pathlib import Path
@@ -31,6 +32,11 @@ def pytest_addoption(parser):
     add("--slurm", choices=slurm.RELEASES, help="run every case on this Slurm, not on the installed one")
     add("--proctrack", choices=slurm.PROCTRACK, help="run every case with this ProctrackType of Slurm")
     add("--soak", type=float, metavar="MINUTES", help="run faults/test_soak.py, for so long at least")
+
+
+def pytest_configure():
+    # A shell ignores SIGINT in what it runs in the background, and so would every process started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):

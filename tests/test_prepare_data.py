@@ -104,7 +104,9 @@ class Started:
 
     def wait(self) -> str:
         self.process.join(60)
-        assert self.process.exitcode is not None, self.output()
+        if self.process.exitcode is None:
+            self.kill()  # or pytest would wait for it at its own end
+            pytest.fail(f"still running after a minute: {self.output()}")
         self.returncode = self.process.exitcode
         return self.output()
 
@@ -433,6 +435,31 @@ def test_a_killed_worker(large, data_dir):
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     wait_for(lambda: len(children.read_text().split()) == 2, process)
     os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+    output = process.wait()
+    assert process.returncode == 1 and output.count("prepare_data.py: error: a worker on") == 1, output
+    assert contents(data_dir) == {"staging.lock"}
+
+
+def test_a_worker_killed_while_it_hands_over(tmp_path, data_dir):
+    """It leaves half of a result."""
+    source = draw_imagenet(tmp_path / "archives", classes=8, train=400, resolution=40).source
+    process = Started(source, data_dir, "--resize=32")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for((data_dir / f"{TRAIN}.part").exists, process)
+    workers = [Path(f"/proc/{pid}") for pid in children.read_text().split()]
+
+    def stopped_when_one_writes() -> list[str]:
+        os.kill(process.pid, signal.SIGSTOP)  # it takes no results, nor gives work
+        wait_for(lambda: not any("\nState:\tR" in (path / "status").read_text() for path in workers), process)
+        writing = [path.name for path in workers if re.search("write|send", (path / "wchan").read_text())]
+        if not writing:
+            os.kill(process.pid, signal.SIGCONT)
+        return writing
+
+    while not (writing := stopped_when_one_writes()):
+        assert process.poll() is None
+    os.kill(int(writing[0]), signal.SIGKILL)
+    os.kill(process.pid, signal.SIGCONT)
     output = process.wait()
     assert process.returncode == 1 and output.count("prepare_data.py: error: a worker on") == 1, output
     assert contents(data_dir) == {"staging.lock"}
