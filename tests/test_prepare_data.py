@@ -707,19 +707,17 @@ def test_full_disk(large, tmp_path, flags):
     """Something else fills it after the check."""
     with mounted(tmp_path / "disk", "size=40m") as disk:
         data_dir = disk / "data"
-        # A file that takes all is written as soon as the staging has begun.
         process = Started(large.source, data_dir, *flags)
-        wait_for((data_dir / "staging.json").exists, process)
+        wait_for(lambda: any((data_dir / name).exists() for name in (f"{TRAIN}.part", "train.part")), process)
+        os.killpg(process.pid, signal.SIGSTOP)
         with contextlib.suppress(OSError), open(disk / "other", "wb", buffering=0) as file:
             while file.write(bytes(2**20)):
                 pass
+        os.killpg(process.pid, signal.SIGCONT)
         output = process.wait()
-        if process.returncode:
-            assert output.endswith(f"error: {data_dir} on {HOST} is full: choose another --data-dir\n"), (
-                output
-            )
-            assert "Traceback" not in output
-            assert contents(data_dir) == {"staging.lock"}
+        assert process.returncode == 1 and "Traceback" not in output, output
+        assert output.endswith(f"error: {data_dir} on {HOST} is full: choose another --data-dir\n"), output
+        assert contents(data_dir) == {"staging.lock"}
         (disk / "other").unlink()
         run(large.source, data_dir, *flags)
 
