@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import traceback
 import warnings
 import zipfile
 import zlib
@@ -752,6 +753,7 @@ def work(connection: Connection, others_end: Connection, parent: int) -> None:
         try:
             answer = function(argument), None
         except Exception as error:
+            error.add_note(traceback.format_exc())  # its own is lost on the way
             answer = None, error
         connection.send(answer)
 
