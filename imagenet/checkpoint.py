@@ -14,7 +14,8 @@ import shutil
 import signal
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,7 +90,6 @@ class Checkpoints:
         self.folder, self.keep = Path(os.environ.get("WORK_DIR", "")).absolute() / folder, keep
         self.saved_at = time.monotonic()
         self.failure = ""  # why the last one could not be written
-        self.pending = None
         # One thread: what training hands over is written in that order, while training goes on.
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
@@ -99,20 +99,10 @@ class Checkpoints:
         `recipe` is what must not change during a run. Raises RunError, on every rank, where it has, where
         none is whole, or where the folder cannot be used.
         """
-        answer: list = [None, None]
-        if dist.get_rank() == 0:
-            try:
-                self._open()
-                answer[0] = self._read_newest(recipe)
-                self._count_starts(answer[0])
-            except RunError as error:
-                answer[1] = str(error)
-            except OSError as error:
-                answer[1] = f"cannot use {self.folder}: {error.strerror or error}"
-        dist.broadcast_object_list(answer, src=0)
-        if answer[1]:
-            raise RunError(answer[1])
-        return answer[0]
+        state, reason = self._rank_0_says(self._load, recipe)
+        if reason:
+            raise RunError(reason)
+        return state
 
     def save(self, state: dict) -> None:
         """Write a checkpoint, with the keys epoch and step, in the background; its tensors may change then.
@@ -122,12 +112,12 @@ class Checkpoints:
         self._wait()
         if dist.get_rank() == 0:
             self.saved_at = time.monotonic()
-            self.pending = self.writer.submit(self._write, copy_to_cpu(state))
+            self.writer.submit(self._write, copy_to_cpu(state))
 
     def mark_best(self, epoch: int, step: int) -> None:
         """Make best.pt the checkpoint of that epoch and step, once it is on disk."""
         if dist.get_rank() == 0:
-            self.pending = self.writer.submit(self._link_best, self._path(epoch, step))
+            self.writer.submit(self._link_best, self._path(epoch, step))
 
     def age(self) -> float:
         """Return how many seconds ago the last checkpoint was begun, or 0 on ranks that write none."""
@@ -140,15 +130,29 @@ class Checkpoints:
 
     def _wait(self) -> str:
         """Wait, on every rank, for what is being written; return why it is not on disk, if it is not."""
-        failure: list = [None]
-        while failure[0] is None:  # in short waits: a slow disk is no rank that hangs
-            if dist.get_rank() == 0:
-                with contextlib.suppress(TimeoutError):
-                    if self.pending:
-                        self.pending.result(timeout=1)
-                    failure[0] = self.failure
-            dist.broadcast_object_list(failure, src=0)
-        return failure[0]
+        return self._rank_0_says(lambda: self.failure)
+
+    def _rank_0_says(self, function: Callable, *arguments):
+        """Return, on every rank, what a function returns on rank 0, after all that is being written there."""
+        answer: list = [None]
+        future = self.writer.submit(function, *arguments) if dist.get_rank() == 0 else None
+        while answer[0] is None:  # in short waits: a slow disk is no rank that hangs
+            if future and wait([future], timeout=1).done:
+                answer[0] = (future.result(),)
+            dist.broadcast_object_list(answer, src=0)
+        return answer[0][0]
+
+    def _load(self, recipe: dict) -> tuple[dict | None, str]:
+        """Return the newest whole checkpoint, or why there is none to go on from."""
+        try:
+            self._open()
+            state = self._read_newest(recipe)
+            self._count_starts(state)
+        except RunError as error:
+            return None, str(error)
+        except OSError as error:
+            return None, f"cannot use {self.folder}: {error.strerror or error}"
+        return state, ""
 
     def _open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +170,10 @@ class Checkpoints:
             except OSError:  # a file system without locks
                 break
         else:
-            raise RunError(f"another run writes to {self.folder}: choose another --checkpoint-dir")
+            raise RunError(
+                f"another run writes to {self.folder}: choose another --checkpoint-dir; "
+                "where its node is gone, and there is no such run, remove the file lock there"
+            )
         for partial in self.folder.glob("*.partial"):
             partial.unlink()
         (self.folder / "writable.partial").touch()
@@ -244,16 +251,20 @@ class Checkpoints:
                 os.fsync(file.fileno())  # the name must not reach the disk before the content
             partial.rename(path)
             self.failure = ""
-            for old in self._paths()[: -self.keep]:
-                old.unlink()
         except Exception as error:  # for a full disk, a RuntimeError whose context says so
             self._give_up(path, partial, error.__context__ or error)
+        try:
+            for old in self._paths()[: -self.keep]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning(f"warning: cannot remove an old checkpoint: {error}")
 
     def _link_best(self, path: Path) -> None:
-        if not path.exists():  # it could not be written, and that was said
-            return
         partial = self.folder / "best.pt.partial"
         try:
+            if not path.exists():  # it could not be written, and that was said
+                return
+            partial.unlink(missing_ok=True)
             try:
                 os.link(path, partial)  # no bytes are written
             except OSError:

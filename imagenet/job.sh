@@ -31,8 +31,7 @@ on_each_node() { # with all the CPUs that the job has there
 # Only this shell gets the warning before the time limit. main.py takes it on once it has made the file `training`: it
 # saves and ends with status 75. Before that, there is nothing to save.
 warned() {
-    warned=yes signal=TERM
-    if [ -e "$SLURM_TMPDIR/training" ]; then signal=USR1; fi
+    if [ -e "$SLURM_TMPDIR/training" ]; then signal=USR1; else signal=TERM warned=yes; fi
     kill -s "$signal" "${child:-}" || exit 1 # where there is none, it is too late to begin with one
 }
 trap warned USR1
@@ -50,12 +49,13 @@ end() {
     for _ in 1 2 3; do on_each_node --overlap --immediate=10 bash -c clean_up && break; done ||
         { for _ in {1..300}; do ranks_are_here || break; sleep 0.1; done && clean_up; } || true
     [ "$1" != 0 ] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0 || true # if preempted once, it would start again
-    job=$(scontrol show job "$SLURM_JOB_ID")
+    until job=$(scontrol show job "$SLURM_JOB_ID"); do sleep 20; done
     if [[ $1 == 0 || $job == *JobState=CANCELLED* ]]; then # it must not come back
         exit "$1"
     elif [[ ${again:-} || $job == *PreemptTime=2* ]]; then
         echo "job.sh: status $1: to be requeued"
-        scontrol requeue "$SLURM_JOB_ID" || echo "job.sh: error: not requeued: sbatch it again with --checkpoint-dir" >&2
+        for _ in 1 2 3; do if scontrol requeue "$SLURM_JOB_ID"; then exit "$1"; else sleep 20; fi; done
+        echo "job.sh: error: not requeued: sbatch it again with --checkpoint-dir" >&2
     elif [ -n "${warned:-}" ]; then
         echo "job.sh: error: the time limit came before the training had begun: ask for more --time" >&2
     fi

@@ -733,6 +733,7 @@ class WorkerPool:
     def __exit__(self, *_) -> None:
         for process in self.processes:
             process.kill()  # it has nothing left to do, or something has failed
+        for process in self.processes:
             process.join()
         self.threads.shutdown(cancel_futures=True)
 

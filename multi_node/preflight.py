@@ -1,6 +1,7 @@
 """Look at the nodes of a job before a long training: what each rank has there, and what is wrong."""
 
 import argparse
+import faulthandler
 import json
 import os
 import re
@@ -35,6 +36,7 @@ def main() -> None:
     add("--data-gb", type=float, default=1.0, help="room that the data takes there (default: %(default)g)")
     add("--timeout", type=int, default=30, help="seconds to wait for the other ranks, and for the disk")
     args = parser.parse_args()
+    faulthandler.dump_traceback_later(10 * args.timeout, exit=True)  # a dead disk or driver holds it for ever
     rank, local_rank, world_size, ranks_here = read_numbers()
     me = {"rank": rank, "node": node, "of": world_size, "problems": problems}
     me |= look_at_gpu(local_rank, ranks_here)

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from contextlib import contextmanager
@@ -240,7 +241,7 @@ def test_saving_does_not_wait_for_the_disk(tmp_path, rank0):
     right = copy.deepcopy(state)
     with opened(tmp_path) as (checkpoints, _):
         checkpoints.save(state)
-        assert not list(tmp_path.glob("epoch-*.pt")) and not checkpoints.pending.done()
+        assert not list(tmp_path.glob("epoch-*.pt"))
         state["model"]["weight"].zero_()
         state["nested"][0]["tensors"][0].zero_()
         state["step"] = 2
@@ -308,6 +309,30 @@ def test_the_best_one_is_there_once_on_disk(tmp_path, rank0):
         checkpoints.mark_best(1, 1)
         checkpoints.finish()
     assert (tmp_path / "best.pt").samefile(tmp_path / "epoch-001-step-000001.pt")
+
+
+def test_an_unfinished_mark_is_not_written_through(tmp_path, rank0):
+    """It may be the same file as a checkpoint."""
+    with opened(tmp_path) as (checkpoints, _):
+        checkpoints.save(draw(1, 1))
+        checkpoints.finish()
+        os.link(tmp_path / "epoch-001-step-000001.pt", tmp_path / "best.pt.partial")
+        checkpoints.save(draw(1, 2))
+        checkpoints.mark_best(1, 2)
+        checkpoints.finish()
+    assert torch.load(tmp_path / "epoch-001-step-000001.pt", weights_only=True)["step"] == 1
+    assert (tmp_path / "best.pt").samefile(tmp_path / "epoch-001-step-000002.pt")
+
+
+def test_an_old_one_that_cannot_be_removed(tmp_path, rank0, caplog):
+    """That is no failure of the new one."""
+    with opened(tmp_path, keep=1) as (checkpoints, _):
+        (tmp_path / "epoch-001-step-000001.pt").mkdir()  # which is no file to unlink
+        checkpoints.save(draw(1, 2))
+        checkpoints.finish()
+    (line,) = warnings(caplog)
+    assert line.startswith("warning: cannot remove an old checkpoint: ") and "step-000001.pt" in line
+    assert (tmp_path / "epoch-001-step-000002.pt").is_file()
 
 
 # Interrupted writing
@@ -797,6 +822,22 @@ def finish_slowly(folder: Path) -> list[str]:
 def test_a_slow_disk_is_no_rank_that_hangs(tmp_path):
     files = ["best.pt", "epoch-001-step-000001.pt", "epoch-001-step-000002.pt"]
     assert run_ranks(2, finish_slowly, tmp_path)[0] == files
+
+
+def load_while_locked(folder: Path) -> int:
+    """Begin while another run holds the folder for longer than ranks wait for each other."""
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    if dist.get_rank() == 0:
+        lock = open(folder / "lock", "a")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(6, lock.close).start()
+    return checkpoint.Checkpoints(folder, 9).load(RECIPE)["step"]
+
+
+def test_a_slow_start_is_no_rank_that_hangs(tmp_path, rank0):
+    write(tmp_path, draw(1, 7))
+    assert run_ranks(2, load_while_locked, tmp_path) == [7, 7]
 
 
 def load_on_ranks(folder: Path) -> tuple:

@@ -1052,5 +1052,8 @@ def test_another_run_writes_there(second_run):
     """The second of two runs on one folder gives up after a minute, and touches nothing."""
     folder, receiver = second_run
     assert receiver.poll(100)
-    assert receiver.recv() == f"another run writes to {folder}: choose another --checkpoint-dir"
+    assert receiver.recv() == (
+        f"another run writes to {folder}: choose another --checkpoint-dir; "
+        "where its node is gone, and there is no such run, remove the file lock there"
+    )
     assert names(folder) == []
