@@ -1,5 +1,6 @@
 """Fixtures: a clone of the repository, small archives, and a real Slurm cluster to run jobs on."""
 
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -88,12 +89,14 @@ def cluster(pytestconfig, clone):
         # Where the README's test command has installed everything, nothing may be skipped.
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     read_end, write_end = os.pipe()
+    writer = os.fdopen(write_end, "wb")
+    os.register_at_fork(after_in_child=writer.close)  # the cluster ends with this process alone
     generation = {name: pytestconfig.getoption(name) for name in ("slurm", "proctrack")}
     generation = {name: value for name, value in generation.items() if value}
     running, supervisor = slurm.start(nodes=3, gpus=4, cpus=64, lifeline=read_end, **generation)
     os.close(read_end)
     yield running
-    os.close(write_end)
+    writer.close()
     supervisor.wait()
 
 
@@ -113,6 +116,16 @@ def user(jobs, tmp_path_factory) -> User:
     user.env |= {"IMAGENET_DIR": str(folder), "CIFAR10_ARCHIVE": ""}
     del user.env["PYTHONPATH"]  # no CIFAR-10 here, and torchvision takes seconds to import
     return user
+
+
+@pytest.fixture(autouse=True)
+def no_child_left():
+    """What a failed test has forked ends, or pytest would wait for it at its own end."""
+    before = set(multiprocessing.active_children())
+    yield
+    for child in set(multiprocessing.active_children()) - before:
+        child.kill()
+        child.join()
 
 
 @pytest.fixture

@@ -89,7 +89,10 @@ class Jobs:
         return result.output.strip()
 
     def show(self, job: str) -> dict[str, str]:
-        result = self.run(["scontrol", "show", "job", "--oneliner", job])
+        deadline = time.monotonic() + 60  # a busy controller may not answer at once
+        while (result := self.run(["scontrol", "show", "job", "--oneliner", job])).exit_code:
+            if "Invalid job id" in result.output or time.monotonic() > deadline:
+                break
         return dict(field.split("=", 1) for field in result.output.split() if "=" in field)
 
     def wait(self, job: str, timeout: float = 300) -> Result:

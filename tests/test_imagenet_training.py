@@ -878,7 +878,7 @@ def agree_at_paces(folder: Path) -> list[int]:
     _, run, _, _, checkpoints, monitor = build(folder, ExactModel(), args, 8)
     intervals = []
     # Seconds and steps since the last time, on rank 0; the others only wait for it.
-    for seconds, steps in ((0, 0), (0.02, 1), (0.2, 20), (0.5, 1), (2.5, 1)):
+    for seconds, steps in ((0, 0), (0.08, 4), (0.2, 20), (0.5, 1), (2.5, 1)):
         if dist.get_rank() == 0:
             time.sleep(seconds)
         dist.barrier()

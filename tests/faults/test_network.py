@@ -17,6 +17,7 @@ def repaired(user, nothing_left):
     user.cluster.revive()
     for node in ("node1", "node2"):
         user.cluster.cable(node, "up")
+        user.run([*user.cluster.namespaces(node), "ip", "route", "flush", "type", "blackhole"])
     user.until_found("", lambda: user.run(["scontrol", "ping"]).exit_code == 0, "controller", 60, 0.01)
     user.run(["scontrol", "update", "NodeName=ALL", "State=RESUME"])
 
