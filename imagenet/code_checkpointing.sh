@@ -25,7 +25,8 @@ copy_code() {
             fail "copy commit $GIT_COMMIT from $PWD to $code"
         # Takes from uv's cache what is there: a node needs internet only for what is not.
         # shellcheck disable=SC2086 # several flags
-        uv sync --quiet ${SYNC_FLAGS:---locked} --directory "$code_folder" || fail "install what uv.lock lists into $code"
+        uv sync --quiet ${SYNC_FLAGS:---locked} --directory "$code_folder" || 
+            fail "install what uv.lock lists into $code (no internet? first run uv sync ${SYNC_FLAGS:---locked} elsewhere)"
         touch "$code.complete" || fail "write to $code"
         echo "Commit $GIT_COMMIT and its environment are on the disk of $(hostname), after $SECONDS s"
     fi

@@ -16,6 +16,9 @@ export DATA_DIR=${DATA_DIR:-} # EDIT: a node's folder that your jobs share; empt
 set -euo pipefail
 export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
 unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
+# Called in another job, sbatch passes on what that one has of memory and CPUs, and srun would ask for it here.
+[ -z "${SLURM_MEM_PER_CPU:-}${SLURM_MEM_PER_GPU:-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
+[[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
 echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date), requeued ${SLURM_RESTART_COUNT:-0} times"
 
 # A shell acts on a signal when its command is over, unless that runs in the background.
@@ -25,9 +28,8 @@ attend() {
     until wait "$child" || ! kill -0 "$child" 2> /dev/null; do :; done
     wait "$child"
 }
-on_each_node() { # with all the CPUs that the job has there
-    attend env -u SLURM_CPUS_PER_TASK srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none "$@"
-}
+# With all the CPUs that the job has there.
+on_each_node() { attend env -u SLURM_CPUS_PER_TASK srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none "$@"; }
 # Only this shell gets the warning before the time limit. main.py takes it on once it has made the file `training`: it
 # saves and ends with status 75. Before that, there is nothing to save.
 warned() {
@@ -48,13 +50,14 @@ end() {
     # Three times: a controller that has just come back takes some seconds to find its nodes.
     for _ in 1 2 3; do on_each_node --overlap --immediate=10 bash -c clean_up && break; done ||
         { for _ in {1..300}; do ranks_are_here || break; sleep 0.1; done && clean_up; } || true
-    [ "$1" != 0 ] || scontrol update JobId="$SLURM_JOB_ID" Requeue=0 || true # if preempted once, it would start again
-    until job=$(scontrol show job "$SLURM_JOB_ID"); do sleep 20; done
-    if [[ $1 == 0 || $job == *JobState=CANCELLED* ]]; then # it must not come back
-        exit "$1"
-    elif [[ ${again:-} || $job == *PreemptTime=2* ]]; then
+    # In an array, the last task has the number of them all: scontrol needs its other name, 7_3.
+    until me=$(squeue --noheader --states=all --jobs="$SLURM_JOB_ID" --format="%A %i" | sed -n "s/^$SLURM_JOB_ID //p") &&
+        me=${me:-$SLURM_JOB_ID} job=$(SLURM_TIME_FORMAT=standard scontrol show job "$me"); do sleep 20; done
+    [ -z "${trained:-}" ] || scontrol update JobId="$me" Requeue=0 || true # if preempted once, it would start again
+    [[ $1 != 0 && $job != *JobState=CANCELLED* ]] || exit "$1" # it must not come back
+    if [[ ${again:-} || $job == *PreemptTime=2* ]]; then
         echo "job.sh: status $1: to be requeued"
-        for _ in 1 2 3; do if scontrol requeue "$SLURM_JOB_ID"; then exit "$1"; else sleep 20; fi; done
+        for _ in 1 2 3; do if scontrol requeue "$me"; then exit "$1"; else sleep 20; fi; done
         echo "job.sh: error: not requeued: sbatch it again with --checkpoint-dir" >&2
     elif [ -n "${warned:-}" ]; then
         echo "job.sh: error: the time limit came before the training had begun: ask for more --time" >&2
@@ -68,8 +71,8 @@ trap 'end $?' EXIT
 if [ -z "${SLURM_TMPDIR:-}" ]; then
     export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID OWN_TMPDIR=yes
 fi
-export DATA_DIR=${DATA_DIR:-$SLURM_TMPDIR/data}
-IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -m "$IMAGENET_DIR")} # this script may go elsewhere below
+DATA_DIR=$(realpath -ms "${DATA_DIR:-$SLURM_TMPDIR/data}") # this script may go elsewhere below
+IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -m "$IMAGENET_DIR")}
 stage() {
     mkdir -p "$SLURM_TMPDIR"
     if [[ $SLURM_TMPDIR == /tmp/slurm-job-* && (-L $SLURM_TMPDIR || ! -O $SLURM_TMPDIR) ]]; then
@@ -97,12 +100,12 @@ case " $* " in *" --wandb"*) SYNC_FLAGS="--locked --group wandb" ;; esac
 export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
 if [ -n "$GIT_COMMIT" ]; then
     code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh" 2>&1) ||
-        { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname): is that a shared disk?" >&2 && exit 1; }
+        { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname), is that a shared disk? git says: $code_checkpointing" >&2 && exit 1; }
     eval "$code_checkpointing"
 else
     # Once, here: tasks that all synchronise the environment at the same time get in each other's way.
     # shellcheck disable=SC2086 # several flags
-    attend uv sync $SYNC_FLAGS
+    attend uv sync --inexact $SYNC_FLAGS # another job may need more than this one
 fi
 on_each_node bash -euc stage
 staged=yes
@@ -114,4 +117,4 @@ export TMPDIR=$SLURM_TMPDIR # what killed processes leave there is removed, too
 export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
 # In a job array, the task's number is the seed, unless the arguments say otherwise.
 attend srun --kill-on-bad-exit=1 --wait=60 uv run --no-sync python main.py --data-dir "$DATA_DIR" \
-    ${SLURM_ARRAY_TASK_ID:+--seed="$SLURM_ARRAY_TASK_ID"} "$@"
+    ${SLURM_ARRAY_TASK_ID:+--seed="$SLURM_ARRAY_TASK_ID"} "$@" && trained=yes # a shell that is killed ends with 0, too

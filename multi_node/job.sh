@@ -13,6 +13,9 @@ export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-} # EDIT: where cifar-10-python.tar.gz
 set -euo pipefail
 export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
 unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
+# Called in another job, sbatch passes on what that one has of memory and CPUs, and srun would ask for it here.
+[ -z "${SLURM_MEM_PER_CPU:-}${SLURM_MEM_PER_GPU:-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
+[[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
 echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date)"
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
@@ -44,7 +47,7 @@ MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT
 
 # Once, here: tasks that all synchronise the environment at the same time get in each other's way.
-uv sync --locked
+uv sync --locked --inexact # another job may need more than this one
 # srun 22.05 and 23.02 give a task one CPU unless this is set. OMP_NUM_THREADS is PyTorch's number of CPU threads.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give the job --cpus-per-task} OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was

@@ -13,6 +13,9 @@ export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-} # EDIT: where cifar-10-python.tar.gz
 set -euo pipefail
 export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
 unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
+# Called in another job, sbatch passes on what that one has of memory and CPUs, and srun would ask for it here.
+[ -z "${SLURM_MEM_PER_CPU:-}${SLURM_MEM_PER_GPU:-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
+[[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
 echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date)"
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
@@ -44,7 +47,7 @@ MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT
 
 # Once, here: tasks that all synchronise the environment at the same time get in each other's way.
-uv sync --locked
+uv sync --locked --inexact # another job may need more than this one
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
 export TMPDIR=$SLURM_TMPDIR # what killed processes leave there is removed, too
 export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
@@ -53,7 +56,8 @@ launch() {
     local gpus=${SLURM_GPUS_ON_NODE:-1}
     export OMP_NUM_THREADS=$((SLURM_CPUS_ON_NODE > gpus ? SLURM_CPUS_ON_NODE / gpus : 1))
     exec uv run --no-sync torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$gpus" \
-        --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" main.py "$@"
+        --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" \
+        --local-addr="$SLURMD_NODENAME" main.py "$@"
 }
 export -f launch
 unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK # this task is to have all the CPUs of the job on its node

@@ -340,7 +340,8 @@ def test_two_jobs_on_one_node_copy_once(repository):
     with repository.git_stops_halfway():
         ids = [repository.safe_sbatch(*ONE_TASK, "job.sh") for _ in range(2)]
         repository.wait_until(
-            lambda: repository.processes("node1", "copy_code") >= 2, "two jobs want to copy"
+            lambda: repository.processes("node1", "tar -x") and repository.processes("node1", "flock 9"),
+            "one job copies, and the other waits for it",
         )
     results = [repository.wait(job) for job in ids]
     for result in results:
@@ -361,7 +362,12 @@ def test_missing_commit(repository):
     [
         ("{root}", "1m", "cannot copy commit {commit} from .* to {code}"),
         (LOCAL, "24k", "cannot copy commit {commit} from {folder} to {code}"),
-        (LOCAL, "96k", "cannot install what uv.lock lists into {code}"),
+        (
+            LOCAL,
+            "96k",
+            r"cannot install what uv.lock lists into {code} "
+            r"\(no internet\? first run uv sync --locked elsewhere\)",
+        ),
     ],
     ids=["no repository", "no space for the tree", "no space for the environment"],
 )
@@ -419,7 +425,8 @@ def test_nodes_without_internet(repository, index, tmp_path):
 
     result = repository.run(["./safe_sbatch", *FLAGS, "job.sh"], UV_OFFLINE="1")
     assert result.exit_code == 1, result
-    assert result.output.endswith("\nsafe_sbatch: error: uv cannot install what uv.lock lists\n"), result
+    error = "safe_sbatch: error: uv cannot install what uv.lock lists: "
+    assert result.output.endswith(f"\n{error}run uv sync --locked where there is internet\n"), result
     job = repository.submit("", *FLAGS, "job.sh", GIT_COMMIT=commit, UV_HTTP_RETRIES="0")
     result = repository.wait(job)
     assert (result.exit_code, result.state) == (1, "FAILED"), result
@@ -433,7 +440,28 @@ def test_nodes_without_internet(repository, index, tmp_path):
     assert list(Path("/dev/shm").glob("safe_sbatch.*")) == []
 
 
-def test_this_environment(jobs, tmp_path):
+def test_packages_of_wandb(repository, index, tmp_path):
+    """A job with --wandb needs more than one without: so does what safe_sbatch looks for."""
+    group = '[dependency-groups]\nwandb = ["answer"]\n'
+    repository.write(
+        "../../pyproject.toml", f'{PROJECT}{group}[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n'
+    )
+    repository.must("uv", "lock")
+    repository.commit()
+    (tmp_path / "another cache").mkdir()
+    repository.env |= {"UV_CACHE_DIR": str(tmp_path / "another cache"), "UV_OFFLINE": "1"}
+    submit = ["./safe_sbatch", "--test-only", *FLAGS, "job.sh"]
+    result = repository.run(submit)
+    assert result.exit_code == 0, result
+    result = repository.run([*submit, "--wandb", "project"])
+    assert result.exit_code == 1, result
+    error = "safe_sbatch: error: uv cannot install what uv.lock lists: "
+    assert result.output.endswith(f"\n{error}run uv sync --locked --group wandb where there is internet\n"), (
+        result
+    )
+
+
+def test_this_environment(jobs, tmp_path, nothing_left):
     """The project's own environment is complete on each node. (Links: a copy is larger than the disks.)"""
     files = {f"../../{name}": (REPOSITORY / name).read_text() for name in ("pyproject.toml", "uv.lock")}
     imports = "import json\nimport torch\n"
@@ -442,8 +470,10 @@ def test_this_environment(jobs, tmp_path):
     )
     commit = repository.commit()
     flags = [*FLAGS, "--ntasks-per-node=1", "job.sh"]
-    result = repository.wait(repository.safe_sbatch(*flags, UV_LINK_MODE="symlink", CIFAR10_ARCHIVE=""))
+    try:
+        result = repository.wait(repository.safe_sbatch(*flags, UV_LINK_MODE="symlink", CIFAR10_ARCHIVE=""))
+    finally:
+        for node in NODES:
+            repository.on(node, "rm", "-rf", LOCAL)
     ran(result, commit, ("first",) * 2)
     assert copies(result.output) == NODES, result
-    for node in NODES:
-        repository.on(node, "rm", "-rf", LOCAL)

@@ -60,11 +60,13 @@ def test_salloc_and_srun(jobs, archive, folder, flags, srun, world_size):
     result.trained(world_size, batch_size=4)
 
 
-def test_compile(jobs):
+def test_compile(jobs, tmp_path):
     """A compiled model under DDP trains, too; on a CPU this needs a C++ compiler."""
     flags = [*SMALL, "--ntasks-per-node=2", "--gpus-per-node=2"]
-    job = jobs.submit("multi_gpu", *flags, "job.sh", *ONE_EPOCH, "--compile")
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    job = jobs.submit("multi_gpu", *flags, "job.sh", *ONE_EPOCH, "--compile", **env)
     jobs.wait(job, timeout=800).trained(2, batch_size=4)
+    assert list(tmp_path.rglob("*.so"))  # what it was compiled to
 
 
 @pytest.mark.parametrize("job", ["job.sh", "job_torchrun.sh"])
@@ -92,6 +94,24 @@ def test_variables_by_sbatch_export(jobs, archive):
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
     result = jobs.sbatch("multi_node", *flags, export, "job.sh", *ONE_EPOCH, CIFAR10_ARCHIVE="/nowhere")
     result.trained(2, batch_size=4)
+
+
+@pytest.mark.parametrize("folder, last_line", [("multi_node", "Test loss"), ("imagenet", "Weights SHA-256")])
+def test_sbatch_in_a_job(jobs, folder, last_line):
+    """The shell that calls sbatch has other memory and CPUs, and Slurm passes on its variables for them."""
+    terminal = ["salloc", "--nodes=1", "--cpus-per-task=2", "--mem-per-cpu=100", "srun", "--cpu-bind=cores"]
+    inherited = ["bash", "-c", '[[ $SLURM_CPU_BIND == *mask_cpu:* && $SLURM_MEM_PER_CPU ]] && exec "$@"', "-"]
+    flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", f"--output={jobs.logs}/%j.out"]
+    arguments = ONE_EPOCH
+    if folder == "imagenet":
+        arguments = [*ONE_EPOCH, "--synthetic", "--limit-train-samples=64", "--limit-valid-samples=8"]
+        arguments += ["--model=dummy", "--image-size=32", "--workers=1"]
+    sbatch = ["sbatch", "--parsable", *flags, "job.sh", *arguments]
+    submitted = jobs.run([*terminal, *inherited, *sbatch], folder, SLURM_CPU_BIND="")
+    result = jobs.wait(re.search(r"^\d+$", submitted.output, re.MULTILINE)[0])
+    assert result.state == "COMPLETED", result
+    assert result.output.splitlines()[-1].startswith(last_line), result
+    assert "srun: " not in result.output, result
 
 
 def test_two_jobs_at_once_on_one_node(jobs):
