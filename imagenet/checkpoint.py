@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import copy
+import errno
 import fcntl
 import hashlib
 import logging
@@ -89,6 +90,7 @@ class Checkpoints:
         # job.sh sets WORK_DIR: the code may run from a copy that does not outlive the job.
         self.folder, self.keep = Path(os.environ.get("WORK_DIR", "")).absolute() / folder, keep
         self.saved_at = time.monotonic()
+        self.copy = None  # of what was last saved
         self.failure = ""  # why the last one could not be written
         # One thread: what training hands over is written in that order, while training goes on.
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -112,7 +114,8 @@ class Checkpoints:
         self._wait()
         if dist.get_rank() == 0:
             self.saved_at = time.monotonic()
-            self.writer.submit(self._write, copy_to_cpu(state))
+            self.copy = copy_to_cpu(state, self.copy)
+            self.writer.submit(self._write, self.copy)
 
     def mark_best(self, epoch: int, step: int) -> None:
         """Make best.pt the checkpoint of that epoch and step, once it is on disk."""
@@ -188,9 +191,11 @@ class Checkpoints:
                     raise ValueError("its content does not match its SHA-256")
                 if missing := {"recipe", "epoch", "step", "global_batch_size"} - set(state):
                     raise ValueError(f"it has no {', '.join(sorted(missing))}")
-            except (OSError, MemoryError):  # the fault of the disk, or of the node, and not of the file
+            except OSError:  # the fault of the disk, and not of the file
                 raise
             except Exception as error:  # whatever a torn file makes of itself
+                if not has_memory(2 * path.stat().st_size):  # PyTorch then raises a RuntimeError
+                    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
                 reason = str(error).strip().split("\n")[0] or type(error).__name__
                 if isinstance(error, pickle.UnpicklingError):
                     reason = "it is not made of weights only, and code in it is not run"
@@ -287,13 +292,22 @@ def get_recipe(args: argparse.Namespace, data: Dataset) -> dict:
     return recipe | {"samples": len(data), "fingerprint of the data": data.pictures.fingerprint}
 
 
-def copy_to_cpu(tree):
-    """Return nested dicts, lists and tensors with a copy of every tensor in the CPU's memory."""
+def copy_to_cpu(tree, kept=None):
+    """Return nested dicts, lists and tensors with a copy of every tensor in the CPU's memory.
+
+    It goes where an earlier copy, `kept`, has that tensor: memory that is new takes several times as long.
+    """
     if isinstance(tree, dict):
-        return {key: copy_to_cpu(value) for key, value in tree.items()}
+        kept = kept if isinstance(kept, dict) else {}
+        return {key: copy_to_cpu(value, kept.get(key)) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [copy_to_cpu(value) for value in tree]
-    return tree.detach().to("cpu", copy=True) if isinstance(tree, Tensor) else tree
+        kept = kept if isinstance(kept, list) and len(kept) == len(tree) else [None] * len(tree)
+        return [copy_to_cpu(value, place) for value, place in zip(tree, kept, strict=True)]
+    if not isinstance(tree, Tensor):
+        return tree
+    if not isinstance(kept, Tensor) or (kept.shape, kept.dtype) != (tree.shape, tree.dtype):
+        kept = torch.empty_like(tree, device="cpu", requires_grad=False, pin_memory=tree.is_cuda)
+    return kept.copy_(tree.detach())
 
 
 def digest(tree) -> str:
@@ -315,6 +329,15 @@ def digest(tree) -> str:
 
     add("", tree)
     return sha.hexdigest()
+
+
+def has_memory(size: int) -> bool:
+    """Say whether this process could have so many bytes more."""
+    try:
+        torch.empty(size, dtype=torch.uint8)
+    except RuntimeError:
+        return False
+    return True
 
 
 def default_checkpoint_dir() -> Path:
@@ -370,12 +393,14 @@ def requeues_to_go(samples: int, rate: float) -> str:
     """Return, for the epoch line, how often Slurm must start this job again for so many samples more."""
     if dist.get_rank() != 0 or not rate:
         return ""
-    command = ["squeue", "--noheader", "--jobs", os.environ.get("SLURM_JOB_ID", ""), "--format=%S %e"]
+    job = os.environ.get("SLURM_JOB_ID", "")
+    command = ["squeue", "--noheader", "--jobs", job, "--format=%A %S %e"]  # an array's number: all of it
     try:
         times = subprocess.run(
             command, env={**os.environ, "SLURM_TIME_FORMAT": "%s"}, capture_output=True, text=True, timeout=10
         )
-        start, end = map(int, times.stdout.split())
+        ((_, start, end),) = [line.split() for line in times.stdout.splitlines() if line.split()[:1] == [job]]
+        start, end = int(start), int(end)
     except (OSError, ValueError, subprocess.TimeoutExpired):  # outside a job, or without a time limit
         return ""
     requeues = max(0, math.ceil((samples / rate - (end - time.time())) / (end - start)))

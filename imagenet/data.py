@@ -3,9 +3,13 @@
 import argparse
 import atexit
 import math
-import multiprocessing
+import mmap
+import multiprocessing.util
+import os
 import signal
 import socket
+import tempfile
+from multiprocessing.reduction import DupFd
 
 import numpy as np
 import torch
@@ -13,8 +17,17 @@ import torch.distributed as dist
 from checkpoint import Run, RunError, ignore_signals
 from prepare_data import Pictures, Synthetic
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.transforms import v2
+
+
+class RandomResizedCrop(v2.RandomResizedCrop):
+    """Keeps the colours of a pixel side by side, as they are decoded: so they are resized faster."""
+
+    def transform(self, inpt: Tensor, params: dict[str, int]) -> Tensor:
+        crop = v2.functional.crop(inpt, **params)[None].contiguous(memory_format=torch.channels_last)
+        return F.interpolate(crop, self.size, mode="bilinear", antialias=True)[0]
 
 
 class Augmented(Dataset):
@@ -24,7 +37,7 @@ class Augmented(Dataset):
         size = (args.image_size, args.image_size)
         self.pictures, self.seed = pictures, args.seed
         self.chosen = np.sort(np.random.default_rng(0).permutation(len(pictures))[:limit])
-        self.crop_and_flip = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
+        self.crop_and_flip = v2.Compose([RandomResizedCrop(size), v2.RandomHorizontalFlip()])
         self.center = v2.Compose([v2.Resize(args.image_size * 256 // 224), v2.CenterCrop(size)])
 
     def __len__(self) -> int:
@@ -41,6 +54,43 @@ class Augmented(Dataset):
         )
 
 
+class SharedBatch:
+    """Samples on their way from a worker to its rank, in memory that is gone with its last process.
+
+    PyTorch's own way begins with a file in /dev/shm, which stays there if the worker is killed just then.
+    """
+
+    def __init__(self, samples: list[tuple[Tensor, int]]):
+        images, self.labels = zip(*samples, strict=True)
+        images = [image.permute(1, 2, 0) for image in images]  # as a step takes them: channels_last
+        self.shape = (len(images), *images[0].shape)
+        self.memory = tempfile.TemporaryFile(dir="/dev/shm")  # it has no name
+        try:
+            os.posix_fallocate(self.memory.fileno(), 0, math.prod(self.shape))
+        except OSError as error:
+            raise RuntimeError(f"no room in /dev/shm for a batch ({error}): use fewer --workers") from error
+        torch.stack(images, out=view_memory(self.memory.fileno(), self.shape))
+
+    def __reduce__(self):  # what the rank unpickles is a pair of tensors
+        return receive, (DupFd(self.memory.fileno()), self.shape, self.labels)
+
+
+def receive(duplicate: DupFd, shape: tuple[int, ...], labels: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return uint8 pictures, of shape (samples, 3, size, size), and their classes."""
+    try:
+        memory = duplicate.detach()
+    except (ConnectionError, EOFError) as error:
+        raise RuntimeError("a DataLoader worker is killed: is --mem too small?") from error
+    try:
+        return view_memory(memory, shape).permute(0, 3, 1, 2), torch.tensor(labels)
+    finally:
+        os.close(memory)
+
+
+def view_memory(memory: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(mmap.mmap(memory, 0), dtype=torch.uint8).view(shape)
+
+
 class Batches(Sampler):
     """This rank's share of each batch of an epoch, from the step on that the run has come to."""
 
@@ -51,7 +101,12 @@ class Batches(Sampler):
         share = len(range(dist.get_rank(), run.global_batch_size, dist.get_world_size()))
         # It is worked on in parts, in as many as the largest share has: SyncBatchNorm has them meet in each.
         most = math.ceil(run.global_batch_size / dist.get_world_size())
-        self.parts = min(math.ceil(most / args.batch_size), share)
+        parts = math.ceil(most / args.batch_size)
+        if args.sync_batchnorm and parts > run.global_batch_size // dist.get_world_size():
+            raise RunError(
+                f"with SyncBatchNorm, {most} batches of one are too many for some ranks: start fewer"
+            )
+        self.parts = min(parts, share)
 
     def __iter__(self):
         order = draw_epoch(self.samples, self.seed, self.run.epoch)
@@ -88,9 +143,13 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
 def build_loaders(train_set: Augmented, valid_set: Augmented, run: Run, args: argparse.Namespace):
     """Return the loaders of an epoch's batches and of the validation set, with processes that decode them."""
     atexit.register(end_workers)
+    # Workers share a folder, of sockets to pass on batches: their own would stay where they are killed.
+    if args.workers and len(folder := multiprocessing.util.get_temp_dir()) > 89:  # a socket's name is added
+        raise RunError(f"no socket's path can begin with {folder}: choose a shorter TMPDIR")
     options = {
         "multiprocessing_context": "fork" if args.workers else None,  # others import PyTorch in each worker
         "num_workers": args.workers,
+        "collate_fn": SharedBatch if args.workers else None,
         "pin_memory": torch.cuda.is_available(),
         "worker_init_fn": ignore_signals,
     }

@@ -71,7 +71,7 @@ def parse_args() -> argparse.Namespace:
     add("--weight-decay", type=at_least(0.0), default=2**-15, help="L2 penalty on the weights")
     add("--seed", type=at_least(0), default=0, help="seed of everything random")
     add("--compile", action="store_true", help="compile the model: a slow start, faster steps")
-    add("--sync-batchnorm", action="store_true", help="normalize over the batches of all GPUs")
+    add("--sync-batchnorm", action="store_true", help="normalize over the batches of all GPUs: slower")
     add("--workers", type=at_least(0), default=cpus, help="processes per GPU that decode pictures")
     add(
         "--checkpoint-dir",
@@ -192,8 +192,9 @@ def setup_distributed(timeout: int) -> torch.device:
         dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, timeout=timedelta(seconds=timeout))
     except (OSError, RuntimeError) as error:
         fail(
-            f"rank {rank} of {world_size} on {host} finds no others at MASTER_ADDR={env['MASTER_ADDR']}, "
-            f"MASTER_PORT={env['MASTER_PORT']}, which must be rank 0's node and a free port there: {error}"
+            f"rank {rank} of {world_size} on {host}, with {gpu or 'no GPU'}, cannot join the others at "
+            f"MASTER_ADDR={env['MASTER_ADDR']}, MASTER_PORT={env['MASTER_PORT']}, "
+            f"which must be rank 0's node and a free port there: {error}"
         )
     return gpu or torch.device("cpu")
 
@@ -402,6 +403,7 @@ def fail(message: str, together: bool = False) -> NoReturn:
         sys.stderr.write(f"main.py: error: {message}\n")  # in one piece: other processes may write there, too
     if together:
         dist.barrier()
+        dist.destroy_process_group()
     sys.exit(1)
 
 

@@ -205,7 +205,14 @@ class Tracker:
     the step in the file `tracked`, the last one that is on disk. Without a folder, nothing is written.
     """
 
-    def __init__(self, folder: Path | None, wandb_project: str | None = None, run_id: str = "", config=None):
+    def __init__(
+        self,
+        folder: Path | None,
+        wandb_project: str | None = None,
+        run_id: str = "",
+        config=None,
+        patience: float = 60.0,
+    ):
         self.folder, self.run = folder, None
         self.logged = collections.deque()  # steps, with the time
         if folder is None:
@@ -216,7 +223,8 @@ class Tracker:
 
             folder.mkdir(parents=True, exist_ok=True)
             mark = folder / "tracked"
-            self.done = int(mark.read_text()) if mark.exists() else -1
+            text = mark.read_text() if mark.exists() else ""
+            self.done = int(text) if text.isdecimal() else -1  # a node that was lost may have left it empty
             self.Event, self.Summary = event_pb2.Event, summary_pb2.Summary
             # As torch's SummaryWriter, but without its thread: an error comes where it occurs.
             name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
@@ -227,7 +235,7 @@ class Tracker:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._write(step=self.done + 1, session_log=start)
             if wandb_project:
-                self.run = start_wandb(folder, wandb_project, run_id, config)
+                self.run = start_wandb(folder, wandb_project, run_id, config, patience)
         except Exception as error:
             self._give_up(error)
 
@@ -249,10 +257,13 @@ class Tracker:
         if self.folder is None:
             return
         try:
-            if self.run:
-                self.run.finish()
             self._move_mark(0.0)
             self.file.close()
+            if self.run:
+                self.run.finish()
+        except TimeoutError:
+            runs = f"{self.folder}/wandb/run-*-{self.run.id}"
+            logger.warning(f"warning: W&B has not taken all of it in time: later, call wandb sync {runs}")
         except Exception as error:
             self._give_up(error)
 
@@ -269,7 +280,10 @@ class Tracker:
             return
         os.fsync(self.file.fileno())  # on disk before the mark, also if the node is lost
         new = self.folder / "tracked.new"
-        new.write_text(str(step))
+        with open(new, "w") as file:
+            file.write(str(step))
+            file.flush()
+            os.fsync(file.fileno())
         new.replace(self.folder / "tracked")
 
     def _give_up(self, error: Exception) -> None:  # of any kind: a training is worth more than its metrics
@@ -277,12 +291,12 @@ class Tracker:
         self.folder = None
 
 
-def start_wandb(folder: Path, project: str, run_id: str, config: dict | None):
-    """Start or resume a W&B run, offline where its server is out of reach."""
+def start_wandb(folder: Path, project: str, run_id: str, config: dict | None, patience: float):
+    """Start or resume a W&B run, offline where its server is out of reach. It ends in `patience` seconds."""
     try:
         import wandb
     except ModuleNotFoundError:
-        sys.exit("main.py: error: W&B is not installed: uv sync --group wandb")
+        sys.exit("main.py: error: W&B is not installed: uv sync --locked --group wandb")
     mode, url = os.environ.get("WANDB_MODE"), os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     try:
         if mode is None:
@@ -293,7 +307,13 @@ def start_wandb(folder: Path, project: str, run_id: str, config: dict | None):
         mode = "offline"
         runs = f"{folder}/wandb/offline-run-*-{run_id}"
         logger.warning(f"warning: no {url} from here, W&B is offline: later, call wandb sync {runs}")
-    settings = wandb.Settings(console="off", silent=True, x_transaction_log_flush_interval=1)
+    settings = wandb.Settings(
+        console="off",
+        silent=True,
+        x_transaction_log_flush_interval=1,
+        finish_timeout=patience,
+        finish_timeout_raises=True,
+    )
     names = {"project": project, "id": run_id, "dir": folder}
     try:
         return wandb.init(**names, resume="allow", config=config, mode=mode, settings=settings)
@@ -468,24 +488,23 @@ class Monitor:
     """All of these for one run, as main.py uses them. The folder is that of the checkpoints."""
 
     def __init__(self, folder: Path, device: torch.device, args: argparse.Namespace):
-        self.device, self.waited, self.talk = device, 0.0, (0, time.perf_counter())
+        self.device, self.waited, self.talk, self.gpu = device, 0.0, (0, time.perf_counter()), ""
         self.hangs, self.stopwatch = HangReporter(args.timeout), Stopwatch(device)
         self.profiler = Profiler(folder / "profile" if args.profile else None)
         mine = folder / "tensorboard" if dist.get_rank() == 0 else None
         config = {name: str(value) for name, value in vars(args).items()}
-        self.tracker = Tracker(mine, args.wandb, folder.name, config)
+        patience = min(60.0, args.timeout / 2)  # other ranks wait for this one
+        self.tracker = Tracker(mine, args.wandb, folder.name, config, patience)
 
     def watch(self, run: Run, batches: Iterable) -> Iterator:
         """Yield the batches of an epoch, with an eye on how long they take to come."""
         batches, steps = iter(batches), run.scheduler.last_epoch
         while True:
             self.stopwatch.batch_wanted()
-            try:
-                batch = next(batches, None)
-            except (ConnectionError, EOFError) as error:  # to a worker that was passing on a batch
-                raise RuntimeError("a DataLoader worker is killed: is --mem too small?") from error
+            batch = next(batches, None)
             self.stopwatch.batch_here()
             if batch is None:
+                self.gpu = gpu_usage(self.device)  # before a checkpoint, for which the GPU waits
                 return
             yield batch
             self.hangs.tick(run.scheduler.last_epoch)
@@ -505,8 +524,7 @@ class Monitor:
     def usage(self, seconds: float) -> str:
         """Return what the epoch line says of these seconds: ", 3% waiting for data" and the GPU's state."""
         waited, self.waited = self.stopwatch.seconds() - self.waited, self.stopwatch.seconds()
-        gpu = gpu_usage(self.device)
-        return f", {waited / seconds:.0%} waiting for data" + (f", {gpu}" if gpu else "")
+        return f", {waited / seconds:.0%} waiting for data" + (f", {self.gpu}" if self.gpu else "")
 
     def log(self, run: Run, values: dict[str, float]) -> None:
         """Track the values under the number of steps so far, once a step."""

@@ -143,8 +143,9 @@ def setup_distributed() -> torch.device:
         dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, timeout=timedelta(minutes=2))
     except (OSError, RuntimeError) as error:
         fail(
-            f"rank {rank} of {world_size} on {host} finds no others at MASTER_ADDR={env['MASTER_ADDR']}, "
-            f"MASTER_PORT={env['MASTER_PORT']}, which must be rank 0's node and a free port there: {error}"
+            f"rank {rank} of {world_size} on {host}, with {gpu or 'no GPU'}, cannot join the others at "
+            f"MASTER_ADDR={env['MASTER_ADDR']}, MASTER_PORT={env['MASTER_PORT']}, "
+            f"which must be rank 0's node and a free port there: {error}"
         )
     return gpu or torch.device("cpu")
 

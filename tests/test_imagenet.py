@@ -77,17 +77,29 @@ def test_salloc(user, tmp_path):
 
 
 def test_array(user):
-    """Two tasks of an array on one node stage once, and have a checkpoint folder and a seed each."""
+    """Two tasks of an array on one node stage once, and have a checkpoint folder and a seed each.
+
+    They also remove what a job of this user has left there, and nothing of others.
+    """
     shared, folders = "/tmp/shared data", set(user.checkpoints("").glob("*"))
     flags = ["--nodes=1", "--nodelist=node1", "--array=1-2", f"--output={user.logs}/%A_%a.out"]
     # A job that is no more, and could not sign off.
     node1 = user.cluster.namespaces("node1")
     user.run([*node1, "mkdir", "-p", "-m", "700", f"{shared}/jobs"])
     user.run([*node1, "touch", f"{shared}/jobs/99999"])
+    running = user.submit("", "--nodelist=node1", "--mem=100M", "--wrap=sleep infinity")
+    abandoned, another, used = (f"/tmp/slurm-job-{job}" for job in ("99999", "99998", running))
+    user.run([*node1, "mkdir", "-p", f"{abandoned}/data", another, used])
+    user.run([*node1, "chown", "nobody", another])
     array = user.train("--epochs=1", flags=[*TWO, *flags], DATA_DIR=shared)
     results = [user.wait(f"{array}_{task}") for task in (1, 2)]
+    left = [user.run([*node1, "test", "-e", path]).exit_code == 0 for path in (abandoned, another, used)]
+    user.cancel(running)
+    user.run([*node1, "rmdir", another])
+    assert left == [False, True, True]
     assert len({weights(result) for result in results}) == 2  # of two seeds
     told = "".join(result.output for result in results)
+    assert f"node1: removed {abandoned}: " in told
     assert told.count("node1: staged ") == 1
     made = set(user.checkpoints("").glob("*")) - folders
     assert [(folder / "best.pt").exists() for folder in made] == [True, True]

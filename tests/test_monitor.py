@@ -202,7 +202,7 @@ def test_sleeping_rank(fault, culprit, step, doing, tmp_path):
 
 def test_stopped_rank(tmp_path):
     """A rank that does not answer is named, before the process group's timeout ends the others."""
-    with Ranks(tmp_path / "log", 3, train_and_hang, 6.0, "stopped", 1, tmp_path, timeout=6) as ranks:
+    with Ranks(tmp_path / "log", 3, train_and_hang, 20.0, "stopped", 1, tmp_path, timeout=20) as ranks:
         text = ranks.wait_for("^RuntimeError", 2)
     gone = r"does not answer: stopped, or its node is gone"
     assert re.search(rf"they wait for rank 1 on {HOST} \({gone}\)", text)
@@ -265,7 +265,7 @@ def test_slow_evaluation(tmp_path):
         (tmp_path / "go").touch()
         ranks.join()
     assert re.search(r"they wait for rank 1 on \S+ \(step 7, working in evaluate_for_long", text)
-    assert re.search(r"rank 1 of 2 on \S+ has not moved for 0 s: step 7, working in", text)
+    assert re.search(r"rank 1 of 2 on \S+ has not moved for [01] s: step 7, working in", text)
 
 
 def work_slowly(timeout: float) -> None:
@@ -283,7 +283,7 @@ def work_slowly(timeout: float) -> None:
 
 def test_slow_training(tmp_path):
     """Slow steps, and a long pause that was announced, are not reported."""
-    with Ranks(tmp_path / "log", 2, work_slowly, 2.0) as ranks:
+    with Ranks(tmp_path / "log", 2, work_slowly, 5.0) as ranks:
         assert ranks.join() == ""
 
 
@@ -377,6 +377,15 @@ def test_killed_before_the_mark(tmp_path):
     check_tracked(tmp_path, range(20))
 
 
+def test_empty_mark(tmp_path):
+    """A node that was lost may have left it: the metrics go on."""
+    track(tmp_path, range(3))
+    (tmp_path / "tracked").write_text("")
+    track(tmp_path, range(5))
+    check_tracked(tmp_path, range(5))
+    assert (tmp_path / "tracked").read_text() == "4"
+
+
 def test_no_tracking_elsewhere(tmp_path, monkeypatch):
     """Ranks without a folder write nothing, anywhere."""
     monkeypatch.chdir(tmp_path)
@@ -412,7 +421,9 @@ def test_nowhere_to_write(what, tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="W&B is installed")
 def test_wandb_is_missing(tmp_path):
-    with pytest.raises(SystemExit, match=r"^main\.py: error: W&B is not installed: uv sync --group wandb$"):
+    with pytest.raises(
+        SystemExit, match=r"^main\.py: error: W&B is not installed: uv sync --locked --group wandb$"
+    ):
         monitor.Tracker(tmp_path, "project", "run", {})
 
 
@@ -545,20 +556,3 @@ def test_stopwatch():
 
 def test_no_gpu():
     assert monitor.gpu_usage(torch.device("cpu")) == ""
-
-
-@pytest.mark.parametrize("error", [ConnectionResetError, ConnectionRefusedError, EOFError])
-def test_worker_killed_while_it_passes_a_batch_on(error):
-    """Whichever way the connection to it ends, the error says what has happened."""
-
-    def batches():
-        yield "a batch"
-        raise error
-
-    stopwatch = SimpleNamespace(batch_wanted=lambda: None, batch_here=lambda: None)
-    watching = SimpleNamespace(stopwatch=stopwatch, hangs=SimpleNamespace(tick=lambda step: None))
-    run = SimpleNamespace(scheduler=SimpleNamespace(last_epoch=0))
-    watched = monitor.Monitor.watch(watching, run, batches())
-    assert next(watched) == "a batch"
-    with pytest.raises(RuntimeError, match="a DataLoader worker is killed"):
-        next(watched)
