@@ -4,6 +4,7 @@ The archives are copied as they are, and an index says where in them every pictu
 """
 
 import argparse
+import collections
 import contextlib
 import ctypes
 import errno
@@ -29,7 +30,6 @@ import traceback
 import warnings
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -161,6 +161,7 @@ def stage(args: argparse.Namespace) -> None:
     """Stage the source in the form asked for, unless it is there already."""
     data_dir, start = args.data_dir, time.perf_counter()
     source = find_source(args.source)
+    remove_abandoned()
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.archives]
     form = "extracted" if args.extract else f"resized {args.resize}" if args.resize else "copied"
     wanted = {"form": form, "sources": [list(file) for file in files]}
@@ -473,7 +474,7 @@ def hold_out(paths: list[list[str]], archive: Path) -> list[tuple[str, str, str]
     root = 0  # how many folders all the pictures are in, before that of their class
     while roots and all(len(folders) > root and folders[root] == roots[0][root] for folders in roots):
         root += 1
-    places, seen = [None] * len(paths), Counter()
+    places, seen = [None] * len(paths), collections.Counter()
     for i in sorted(range(len(paths)), key=paths.__getitem__):
         if len(paths[i]) > root + 1:
             class_name = paths[i][root]
@@ -620,7 +621,7 @@ def check_classes(source: Source, devkit: Devkit, class_tars: list[str]) -> None
 
 
 def check_counts(source: Source, devkit: Devkit | None, pictures: list[Picture]) -> None:
-    counts = Counter(picture.class_name for picture in pictures if picture.split == "train")
+    counts = collections.Counter(picture.class_name for picture in pictures if picture.split == "train")
     for name, wanted in devkit.train_pictures.items() if devkit else ():
         if counts[name] != wanted:
             found = f"{counts[name]} pictures of {name}"
@@ -712,7 +713,17 @@ class WorkerPool:
         self.threads = ThreadPoolExecutor(processes)  # each waits for a process
 
     def map(self, function: Callable, arguments: Iterable) -> Iterator:
-        return self.threads.map(functools.partial(self.call, function), arguments)
+        """Start to call the function, and yield the results in order; not so fast that they pile up."""
+        calls = (self.threads.submit(self.call, function, argument) for argument in arguments)
+        started = collections.deque(itertools.islice(calls, 4 * len(self.processes)))
+
+        def results() -> Iterator:
+            while started:
+                result = started.popleft().result()
+                started.extend(itertools.islice(calls, 1))
+                yield result
+
+        return results()
 
     def call(self, function: Callable, argument):
         connection = self.free.get()
@@ -788,6 +799,11 @@ def lock(data_dir: Path, create: bool) -> Iterator[None]:
                 say(f"waiting for another job that is staging in {data_dir}")
             waiting = True
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:  # Lustre may be mounted so, and two stagings would mix
+            raise Problem(
+                f"the disk of {data_dir} on {HOST} has no file locks ({error.strerror}): "
+                "choose a --data-dir on the node's own"
+            ) from error
         try:
             if os.path.samestat(os.fstat(file), os.stat(path)):
                 break
@@ -823,7 +839,34 @@ def is_running(job: str) -> bool:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return True
-    return bool(answer.stdout.strip()) or (answer.returncode != 0 and "Invalid job id" not in answer.stderr)
+    # An array's number stands for all that is left of it.
+    return job in answer.stdout.split() or (answer.returncode != 0 and "Invalid job id" not in answer.stderr)
+
+
+def remove_abandoned() -> None:
+    """Remove the folders that job.sh has made for jobs of this user which are no longer on this node.
+
+    Where Slurm itself ends a job, as in a preemption, no step can start any more to remove them.
+    """
+    paths = []
+    for path in Path("/tmp").glob("slurm-job-*"):
+        with contextlib.suppress(FileNotFoundError):  # another job may be doing the same
+            found = path.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                paths.append(path)
+    node, mine = os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_JOB_ID")
+    if not (paths and node and mine):
+        return
+    command = ["squeue", "--noheader", "--format=%A", f"--nodelist={node}"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    try:
+        jobs = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    for path in paths if mine in jobs else []:  # or that is no list of the jobs here
+        if path.name.removeprefix("slurm-job-") not in jobs:
+            shutil.rmtree(path, ignore_errors=True)
+            say(f"removed {path}: a job of yours that Slurm has ended could not")
 
 
 def release(data_dir: Path) -> None:
