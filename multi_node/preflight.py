@@ -34,12 +34,13 @@ def main() -> None:
     add = parser.add_argument
     add("--data-dir", type=Path, default=env.get("SLURM_TMPDIR", "/tmp"), help="folder that the data goes to")
     add("--data-gb", type=float, default=1.0, help="room that the data takes there (default: %(default)g)")
+    add("--cpu", action="store_true", help="to train on the CPU: do not miss any GPU")
     add("--timeout", type=int, default=30, help="seconds to wait for the other ranks, and for the disk")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(10 * args.timeout, exit=True)  # a dead disk or driver holds it for ever
     rank, local_rank, world_size, ranks_here = read_numbers()
     me = {"rank": rank, "node": node, "of": world_size, "problems": problems}
-    me |= look_at_gpu(local_rank, ranks_here)
+    me |= look_at_gpu(local_rank, ranks_here, args.cpu)
     me |= look_at_cpus(me["bus"]) | look_at_network(several_nodes=world_size > ranks_here)
     if local_rank == 0:
         me |= look_at_node() | look_at_disk(args.data_dir.absolute(), args.data_gb, args.timeout)
@@ -87,7 +88,7 @@ def read_numbers() -> tuple[int, int, int, int]:
     return *numbers, int(env.get("LOCAL_WORLD_SIZE") or max(int(on.split("(")[0]) for on in on_nodes))
 
 
-def look_at_gpu(local_rank: int, ranks_here: int) -> dict:
+def look_at_gpu(local_rank: int, ranks_here: int, cpu: bool) -> dict:
     """Return the GPU of this rank."""
     given, seen = int(env.get("SLURM_GPUS_ON_NODE", "0")), torch.cuda.device_count()
     gpus, mend = seen or given, f"#SBATCH --gpus-per-node={ranks_here}"
@@ -102,15 +103,22 @@ def look_at_gpu(local_rank: int, ranks_here: int) -> dict:
         what = f"a rank sees {visible} of the job's {given} GPUs of its node, and NCCL needs to see them all"
         problems.append((what, "unset CUDA_VISIBLE_DEVICES SLURM_GPU_BIND SLURM_TRES_BIND; no --gpu-bind"))
     elif local_rank >= gpus and (gpus or driver):
-        problems.append((f"{ranks_here} ranks share the GPUs of a node, of which the job has {gpus}", mend))
+        what = f"{ranks_here} ranks share the GPUs of a node, of which the job has {gpus}"
+        problems.append((what if gpus else f"the job has no GPU on {node}", mend))
+    elif given and not seen and not driver and not cpu:
+        what = f"{node} has no NVIDIA driver, and the job has {given} of its GPUs"
+        problems.append((what, f"#SBATCH --exclude={node}"))
     elif driver:
         try:
             torch.cuda.init()  # it says what is wrong
             torch.cuda.set_device(local_rank)
+            torch.ones(1, device="cuda").item()  # it computes, which init() does not try
             gpu = torch.cuda.get_device_properties(local_rank)
             free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
-            bus = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        except (RuntimeError, AssertionError, AttributeError) as error:
+            bus = "unknown"  # to PyTorch 2.7
+            if hasattr(gpu, "pci_bus_id"):
+                bus = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        except (RuntimeError, AssertionError, AttributeError, torch.cuda.DeferredCudaCallError) as error:
             reason = reason_of(error)
             everywhere = re.search("too old|not compiled|no kernel image", reason)
             mend = "install a PyTorch that fits GPU and driver" if everywhere else f"#SBATCH --exclude={node}"
@@ -160,7 +168,7 @@ def look_at_node() -> dict:
 
 def look_at_disk(folder: Path, data_gb: float, timeout: int) -> dict:
     """Return the room in the data folder, and its speed."""
-    found, mend = {"data folder": str(folder)}, "export SLURM_TMPDIR=/a/folder/with/room"
+    found, mend = {"data folder": str(folder)}, "export SLURM_TMPDIR=/a/folder/with/room/$SLURM_JOB_ID"
     try:
         while not folder.exists():  # job.sh makes it
             folder = folder.parent
@@ -260,8 +268,10 @@ def sum_up(backend: str, store: dist.Store, rank: int, local_rank: int, world_si
     dist.barrier()
     start = time.perf_counter()
     dist.all_reduce(numbers)
-    wrong = int((numbers != world_size * (world_size + 1) / 2).sum())
+    if gpu:
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - start
+    wrong = int((numbers != world_size * (world_size + 1) / 2).sum())
     if wrong:
         problems.append((f"{wrong} sums of an all-reduce are wrong on {node}", f"#SBATCH --exclude={node}"))
     dist.barrier()
@@ -309,7 +319,7 @@ def report(ranks: list[dict], lost: list[int], backend: str) -> bool:
         text = f"all-reduce of {MEBIBYTES} MiB over {len(ranks)} ranks with {backend}"
         console.print(f"{text}: {seconds:.3f} s, {rate:.2f} GB/s, checked")
     if not any(one["bus"] for one in ranks):
-        console.print("warning: no GPU found, training on the CPU")
+        console.print("warning: no GPU found: main.py would train on the CPU")
     wrong = compare(ranks, lost)
     for (what, mend), who in wrong.items():
         which = "all ranks" if len(who) == ranks[0]["of"] else f"rank {', '.join(map(str, who))}"

@@ -10,7 +10,7 @@ import pytest
 from slurm_jobs import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-PREFLIGHT = ["uv", "run", "--no-sync", "python", "preflight.py"]
+PREFLIGHT = ["uv", "run", "--no-sync", "python", "preflight.py", "--cpu"]
 ONE = ["--nodelist=node1", "--ntasks=1", "--gpus-per-node=1", "--cpus-per-task=2", "--mem=2G"]
 TWO = ["--nodelist=node[1-2]", "--ntasks-per-node=1", "--gpus-per-node=3", "--cpus-per-task=2", "--mem=2G"]
 CORES = {"SLURM_CPU_BIND": "cores"}  # as many clusters have it
@@ -75,7 +75,7 @@ def test_a_good_allocation(jobs):
 def test_torchrun(jobs, tmp_path):
     """Started by job_torchrun.sh in place of main.py. It binds no task to CPUs."""
     script = (REPOSITORY / "multi_node" / "job_torchrun.sh").read_text()
-    (tmp_path / "job.sh").write_text(script.replace(" main.py ", " preflight.py "))
+    (tmp_path / "job.sh").write_text(script.replace(" main.py ", " preflight.py --cpu "))
     result = jobs.sbatch("multi_node", *TWO, "--gpus-per-node=1", tmp_path / "job.sh", CIFAR10_ARCHIVE="")
     assert (result.exit_code, result.state) == (0, "COMPLETED"), result
     output = re.sub(r"^\d: ", "", result.output, flags=re.MULTILINE)  # of srun -l
@@ -91,6 +91,14 @@ def test_srun_that_gives_a_task_one_cpu(jobs):
         what = "a rank can use 1 of the 2 CPUs that the job asks for"
         assert problems == {(what, "all ranks", "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK")}, result
     assert result.exit_code == bool(problems), result
+
+
+def test_no_driver(jobs):
+    """A node with broken GPUs: main.py would train on its CPUs for hours."""
+    result, problems = preflight(jobs, ONE, task=PREFLIGHT[:-1])
+    what = "node1 has no NVIDIA driver, and the job has 1 of its GPUs"
+    assert problems == {(what, "all ranks", "#SBATCH --exclude=node1")}, result
+    assert result.exit_code != 0 and "main.py would train on the CPU" in result.output, result
 
 
 def test_gpus_per_task(jobs):
@@ -120,7 +128,7 @@ def test_two_ranks_on_a_gpu_and_no_room(jobs):
         listing = jobs.run([*jobs.cluster.namespaces("node1"), "ls", "-A", "/mnt"])
     assert problems == {
         ("2 ranks share the GPUs of a node, of which the job has 1", "rank 1", "#SBATCH --gpus-per-node=2"),
-        ("/mnt has 0.0 GB free, not 1", "rank 0", "export SLURM_TMPDIR=/a/folder/with/room"),
+        ("/mnt has 0.0 GB free, not 1", "rank 0", "export SLURM_TMPDIR=/a/folder/with/room/$SLURM_JOB_ID"),
     }, result
     assert result.exit_code != 0 and listing.output == "", result
 
