@@ -41,6 +41,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of it is about CPUs
     if "SLURM_PROCID" in os.environ:
         work(args)
         return

@@ -1,8 +1,9 @@
 """Measure how fast imagenet's data.py makes pictures to train on, against the usual way.
 
 The usual way is torchvision's ImageFolder, which hands out PIL pictures, and its v2 transforms, which end in
-float32. The limit is decoding alone. First in one process, then through worker processes, there also with the
-pictures that `prepare_data.py --resize 256` has made smaller.
+float32. imagenet's are bytes until main.py normalizes them, on its GPU; a variant does that, too.
+The limit is decoding alone. First in one process, then through worker processes, there also with the pictures
+that `prepare_data.py --resize 256` has made smaller.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from side_by_side import argument_parser, print_table, take_turns
+from side_by_side import argument_parser, load_example, print_table, take_turns
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -36,6 +37,7 @@ def parse_args() -> argparse.Namespace:
     add("--samples", type=int, default=600, help="pictures in a turn")
     add("--batch-size", type=int, default=50)
     add("--workers", type=int, default=2, help="worker processes")
+    add("--scratch", type=Path, help="folder for what it stages, which stays there for the next time")
     return parser.parse_args()
 
 
@@ -43,14 +45,17 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU, one of the ways would copy to pinned memory, too
     dist.init_process_group("gloo")
-    with tempfile.TemporaryDirectory() as scratch:
-        scratch = Path(scratch)
+    normalize = load_example("imagenet").normalize
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = args.scratch or Path(temporary)
         forms = {"copied": [], "tree": ["--extract"], "small": ["--resize=256"]}
         build_scratch(scratch, args.source, forms)
         one = {
             "ImageFolder, v2 on PIL, float32": usual_alone(scratch / "tree", args),
             "imagenet/data.py": shipped_alone(scratch / "copied", args),
+            "imagenet/data.py, normalized on this CPU": shipped_alone(scratch / "copied", args, normalize),
             "decoding alone": decoding_alone(scratch / "copied", args),
         }
         usual_way, *_, limit = one
@@ -58,6 +63,7 @@ def main() -> None:
         several = {
             "ImageFolder, v2 on PIL, float32": usual(scratch / "tree", args),
             "imagenet/data.py": shipped(scratch / "copied", args),
+            "imagenet/data.py, normalized on this CPU": shipped(scratch / "copied", args, normalize),
             "imagenet/data.py, after --resize 256": shipped(scratch / "small", args),
         }
         title = f"{args.workers} workers, batches of {args.batch_size}"
@@ -67,10 +73,13 @@ def main() -> None:
 
 def build_scratch(scratch: Path, source: Path | None, forms: dict[str, list[str]]) -> None:
     """Stage the pictures, or made-up ones, in folders of `scratch`: with what flags, says each of `forms`."""
-    source = source or draw_imagenet(scratch / "drawn", 10, 80, 5, resolution=400).source
+    forms = {folder: flags for folder, flags in forms.items() if not (scratch / folder / "done").exists()}
+    if forms and source is None:
+        source = draw_imagenet(scratch / "drawn", 10, 80, 5, resolution=400).source
     for folder, flags in forms.items():
         command = [sys.executable, PREPARE_DATA, f"--source={source}", f"--data-dir={scratch / folder}"]
         subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL)
+        (scratch / folder / "done").touch()
 
 
 def options(data_dir: Path, args: argparse.Namespace) -> argparse.Namespace:
@@ -82,6 +91,7 @@ def options(data_dir: Path, args: argparse.Namespace) -> argparse.Namespace:
         seed=0,
         batch_size=args.batch_size,
         workers=args.workers,
+        sync_batchnorm=False,
         limit_train_samples=args.samples,
         limit_valid_samples=None,
     )
@@ -117,12 +127,12 @@ def usual_alone(tree: Path, args: argparse.Namespace):
     return turn
 
 
-def shipped_alone(staged: Path, args: argparse.Namespace):
+def shipped_alone(staged: Path, args: argparse.Namespace, then=lambda images: images):
     dataset, _ = data.load_data(options(staged, args))
 
     def turn() -> int:
         for index in range(len(dataset)):
-            dataset[1, index]
+            then(dataset[1, index][0].unsqueeze(0))
         return len(dataset)
 
     return turn
@@ -156,14 +166,14 @@ def usual(tree: Path, args: argparse.Namespace):
     return turn
 
 
-def shipped(staged: Path, args: argparse.Namespace):
+def shipped(staged: Path, args: argparse.Namespace, then=lambda images: images):
     arguments = options(staged, args)
     train_set, valid_set = data.load_data(arguments)
     run = checkpoint.Run(None, None, None, {}, global_batch_size=args.batch_size)
     loader, _ = data.build_loaders(train_set, valid_set, run, arguments)
 
     def turn() -> int:
-        return sum(len(labels) for _, labels in loader)
+        return sum(len(then(images)) for images, _ in loader)
 
     return turn
 

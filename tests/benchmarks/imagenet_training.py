@@ -7,6 +7,7 @@ the example on staged and on made-up pictures, and what it would be if the devic
 """
 
 import argparse
+import io
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from imagenet_input import build_scratch, data, folder_of_pictures, options, order
+from PIL import Image
 from side_by_side import argument_parser, load_example, print_table, take_turns
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -33,6 +35,7 @@ def parse_args() -> argparse.Namespace:
     add("--model", default="resnet50", help="one of torchvision's")
     add("--batch-size", type=int, default=256)
     add("--workers", type=int, default=8, help="worker processes")
+    add("--scratch", type=Path, help="folder for what it stages, which stays there for the next time")
     add("--compile", action="store_true", help="compile the model of the example, and that of the limit")
     return parser.parse_args()
 
@@ -41,9 +44,10 @@ def main() -> None:
     args = parse_args()
     example = load_example("imagenet")
     device = example.setup_distributed(24 * 60 * 60)
-    with tempfile.TemporaryDirectory() as scratch:
-        build_scratch(Path(scratch), args.source, {"copied": [], "tree": ["--extract"]})
-        variants = build_variants(example, Path(scratch), device, args)
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = args.scratch or Path(temporary)
+        build_scratch(scratch, args.source, {"copied": [], "tree": ["--extract"]})
+        variants = build_variants(example, scratch, device, args)
         rates = take_turns(variants, args.rounds)
     usual, *_, limit = variants
     title = f"Training a {args.model}, batches of {args.batch_size}, {args.workers} workers"
@@ -112,8 +116,11 @@ def build_variants(example, scratch: Path, device: torch.device, args: argparse.
 
         return turn
 
-    def decode_there(encoded: list[torch.Tensor]) -> torch.Tensor:
-        pictures = decode_jpeg(encoded, mode="RGB", device=device)
+    def decode_there(encoded: tuple[torch.Tensor, list[int]]) -> torch.Tensor:
+        content, sizes = encoded
+        pictures = decode_jpeg(list(content.split(sizes)), mode="RGB", device=device)
+        if device.type == "cuda":  # where PyTorch does not resize bytes
+            pictures = [picture.float() for picture in pictures]
         return example.normalize(torch.stack([staged.crop_and_flip(picture) for picture in pictures]))
 
     tree = folder_of_pictures(scratch / "tree")
@@ -121,7 +128,7 @@ def build_variants(example, scratch: Path, device: torch.device, args: argparse.
     make_loader |= {"num_workers": args.workers, "persistent_workers": args.workers > 0}
     make_loader["pin_memory"] = device.type == "cuda"
     pil = DataLoader(Subset(tree, order(tree, args)), **make_loader)
-    encoded = DataLoader(Encoded(staged), collate_fn=as_lists, **make_loader)
+    encoded = DataLoader(Encoded(staged), collate_fn=as_one, **make_loader)
 
     bare_model = make_model()
     bare_sgd, _ = example.build_optimizer(bare_model, settings, args.batch_size, steps)
@@ -146,7 +153,7 @@ def build_variants(example, scratch: Path, device: torch.device, args: argparse.
     return {
         "ImageFolder, v2 on PIL, float32, .item()": plain(pil, False, lambda images: images.to(device)),
         "imagenet/main.py": shipped(staged),
-        f"the same, JPEGs decoded on the {device.type}": plain(encoded, True, decode_there),
+        f"no DDP, .item(), JPEGs decoded on the {device.type}": plain(encoded, True, decode_there),
         "imagenet/main.py --synthetic": shipped(synthetic),
         "forward, backward, step on one batch": bare,
     }
@@ -162,15 +169,23 @@ class Encoded(Dataset):
         return len(self.chosen)
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
-        i = self.chosen[number]
-        place = (int(self.pictures.index[field][i]) for field in ("offset", "size", "packed"))
-        content = prepare_data.read_bytes(self.pictures.file, *place)
-        return torch.frombuffer(content, dtype=torch.uint8), int(self.pictures.labels[i])
+        while True:
+            i = self.chosen[number]
+            place = (int(self.pictures.index[field][i]) for field in ("offset", "size", "packed"))
+            content = prepare_data.read_bytes(self.pictures.file, *place)
+            picture = Image.open(io.BytesIO(content))
+            if picture.format == "JPEG" and picture.mode in ("RGB", "L"):
+                return torch.frombuffer(content, dtype=torch.uint8), int(self.pictures.labels[i])
+            number = (number + 1) % len(self)  # a GPU decodes no others; ImageNet has 23 of them
 
 
-def as_lists(samples: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Pictures that are still encoded have as many bytes as they have: they make no tensor together."""
-    return [content for content, _ in samples], torch.tensor([label for _, label in samples])
+def as_one(samples: list[tuple[torch.Tensor, int]]) -> tuple[tuple[torch.Tensor, list[int]], torch.Tensor]:
+    """Return the bytes of all pictures in a row, with their numbers, and the labels.
+
+    Each tensor that comes from a worker takes a file descriptor.
+    """
+    contents, labels = zip(*samples, strict=True)
+    return (torch.cat(contents), [len(content) for content in contents]), torch.tensor(labels)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,27 @@
 #
 #     tests/benchmarks/on_gpu.sh OUT CIFAR10_DIR [IMAGENET_DIR] [STEP...]
 #
-# CIFAR10_DIR has cifar-10-python.tar.gz or cifar-10-batches-py, IMAGENET_DIR the three archives (or is `-`). Steps:
-# machine nccl accuracy reference rate step synthetic photographs. Without any, all of them; `reference` takes longest.
-# PYTHONPATH=tests/any_checksum before it lets main.py take pictures that are not byte for byte CIFAR-10's.
+# CIFAR10_DIR has cifar-10-python.tar.gz or cifar-10-batches-py, IMAGENET_DIR the three archives (or is `-`); of the
+# whole ImageNet, OUT takes 450 GB. Steps: machine nccl accuracy reference rate step saving synthetic photographs.
+# Without any, all of them; `reference` takes longest. A step that fails is named at the end, and the next ones run.
+# PYTHON=python3 before it takes that Python, where there is no uv. PYTHONPATH=tests/any_checksum lets main.py take
+# pictures that are not byte for byte CIFAR-10's.
 set -euo pipefail
-out=$1 cifar10=$(realpath "$2") imagenet=${3:--}
+[ $# -ge 2 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2 && exit 2; }
+mkdir -p "$1"
+out=$(realpath "$1") cifar10=$(realpath "$2") imagenet=${3:--}
 shift $(($# > 3 ? 3 : $#))
-steps=${*:-machine nccl accuracy reference rate step synthetic photographs}
+steps=${*:-machine nccl accuracy reference rate step saving synthetic photographs}
 [ "$imagenet" = - ] || imagenet=$(realpath "$imagenet")
-mkdir -p "$out"
-out=$(realpath "$out")
+PYTHONPATH=${PYTHONPATH:+$(realpath "$PYTHONPATH")}
+export PYTHONPATH
 cd "$(dirname "$0")/../.."
-python=(uv run --no-sync python)
-uv sync --locked
+# The examples would take an allocation's numbers for their own.
+while read -r name; do unset "$name"; done < <(compgen -v SLURM_)
+if [ -n "${PYTHON:-}" ]; then python=("$PYTHON"); else uv sync --locked && python=(.venv/bin/python); fi
+gpus=$("${python[@]}" -c "import torch; print(torch.cuda.device_count())")
+[ "$gpus" != 0 ] || { echo "on_gpu.sh: error: PyTorch sees no GPU: nvidia-smi may say why" >&2 && exit 1; }
+torchrun=("${python[@]}" -m torch.distributed.run --standalone --nproc-per-node="$gpus")
 
 run() {
     local name=$1
@@ -30,13 +38,23 @@ machine() {
     run machine nvidia-smi
     run versions "${python[@]}" -c "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.nccl.version(),
         torch.cuda.get_device_name())"
-    run commit git log -1 --format=%H
+    run commit git -c safe.directory='*' log -1 --format=%H
 }
-# World size 1: NCCL is set up, reduces, meets at a barrier and is shut down; it must not warn.
+# NCCL is set up, reduces, meets at a barrier and is shut down, with one rank and with all GPUs; it must not warn.
 nccl() {
-    NCCL_DEBUG=WARN run nccl "${python[@]}" multi_gpu/main.py --synthetic --epochs 2
-    NCCL_DEBUG=WARN run nccl-imagenet "${python[@]}" imagenet/main.py --synthetic --epochs 1 --checkpoint-dir "$out/nccl"
-    if grep -i "warn" "$out"/nccl*.log; then echo "on_gpu.sh: error: NCCL or PyTorch warns, see above" >&2 && exit 1; fi
+    export NCCL_DEBUG=WARN
+    rm -rf "$out"/nccl*
+    run nccl "${python[@]}" multi_gpu/main.py --synthetic --epochs 2
+    run nccl-imagenet "${python[@]}" imagenet/main.py --synthetic --epochs 1 --batch-size 16 --profile \
+        --checkpoint-dir "$out/nccl"
+    if [ "$gpus" -gt 1 ]; then
+        run nccl-all "${torchrun[@]}" multi_gpu/main.py --synthetic --epochs 2
+        run nccl-imagenet-all "${torchrun[@]}" imagenet/main.py --synthetic --epochs 1 --batch-size 16 --profile \
+            --sync-batchnorm --checkpoint-dir "$out/nccl-all"
+    fi
+    if grep -E "NCCL WARN|Warning:|^warning:|\[W[0-9]{3,4} " "$out"/nccl*.log; then
+        echo "on_gpu.sh: error: NCCL or PyTorch warns, see above" >&2 && exit 1
+    fi
 }
 accuracy() {
     run accuracy "${python[@]}" single_gpu/main.py --data-dir "$cifar10"
@@ -51,24 +69,36 @@ rate() {
     run input "${python[@]}" tests/benchmarks/cifar10_input.py --data-dir "$cifar10"
 }
 step() {
-    run step "${python[@]}" tests/benchmarks/training_step.py --ranks "$(nvidia-smi -L | wc -l)" --steps 100 --batch-size 256
+    run step "${python[@]}" tests/benchmarks/training_step.py --ranks "$gpus" --steps 100 --batch-size 256
+}
+saving() {
+    run saving "${python[@]}" tests/benchmarks/saving.py --scratch "$out"
 }
 synthetic() { # as people run it; photographs() has it beside the bare step
-    run synthetic "${python[@]}" imagenet/main.py --synthetic --limit-train-samples 12800 --epochs 3 \
+    rm -rf "$out/synthetic"
+    run synthetic "${python[@]}" imagenet/main.py --synthetic --limit-train-samples 128000 --epochs 2 \
         --checkpoint-dir "$out/synthetic"
 }
 photographs() {
     [ "$imagenet" != - ] || { echo "on_gpu.sh: no archives of ImageNet: no photographs" && return; }
-    run staging "${python[@]}" imagenet/prepare_data.py --source "$imagenet" --data-dir "$out/data"
-    for cores in 4 8 16; do # the example and every other way to feed the GPU, decoding on it too, beside the bare step
-        run "photographs-$cores" taskset --cpu-list "0-$((cores - 1))" "${python[@]}" \
-            tests/benchmarks/imagenet_training.py --source "$imagenet" --workers "$cores"
+    local cores scratch=$out/scratch
+    for count in 4 8 16; do # the example and every other way to feed the GPU, decoding on it too, beside the bare step
+        cores=$("${python[@]}" -c "import os; print(*sorted(os.sched_getaffinity(0))[:$count], sep=',')")
+        run "photographs-$count" taskset --cpu-list "$cores" "${python[@]}" \
+            tests/benchmarks/imagenet_training.py --source "$imagenet" --scratch "$scratch" --workers "$count"
     done
-    run photographs-input "${python[@]}" tests/benchmarks/imagenet_input.py --source "$imagenet"
-    run photographs-profile "${python[@]}" imagenet/main.py --data-dir "$out/data" --epochs 1 --profile \
-        --checkpoint-dir "$out/profile"
+    run photographs-input "${python[@]}" tests/benchmarks/imagenet_input.py --source "$imagenet" --scratch "$scratch"
+    rm -rf "$out/profile"
+    run photographs-profile "${python[@]}" imagenet/main.py --data-dir "$scratch/copied" --epochs 1 --profile \
+        --limit-train-samples 12800 --limit-valid-samples 2560 --checkpoint-dir "$out/profile"
 }
 
+failed=
 for step in $steps; do
-    "$step"
+    set +e
+    (set -e; "$step")
+    status=$?
+    set -e
+    [ "$status" = 0 ] || failed+=" $step"
 done
+[ -z "$failed" ] || { echo "on_gpu.sh: error: failed:$failed" >&2 && exit 1; }

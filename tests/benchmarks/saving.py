@@ -36,9 +36,10 @@ def main() -> None:
     args = parse_args()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo")
-    model = models.get_model(args.model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = models.get_model(args.model).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-    model(torch.zeros(2, 3, 64, 64)).sum().backward()
+    model(torch.zeros(2, 3, 64, 64, device=device)).sum().backward()
     optimizer.step()  # the momentum is part of the state
     run = Run(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), {}, global_batch_size=1)
     seconds: dict[str, list[float]] = {}
