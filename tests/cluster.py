@@ -99,7 +99,7 @@ mount -t tmpfs -o size=4g,mode=1777 "$name" "$state/disk-$name"
 for folder in /tmp/*/; do
     [ -d "$folder" ] || continue
     mkdir "$state/disk-$name/$(basename "$folder")"
-    mount --rbind "$folder" "$state/disk-$name/$(basename "$folder")"
+    mount --rbind "$folder" "$state/disk-$name/$(basename "$folder")" || [ ! -d "$folder" ] # gone since
 done
 mount --move "$state/disk-$name" /tmp
 mount -t tmpfs -o mode=1777 "$name" /dev/shm

@@ -33,6 +33,7 @@ def pytest_addoption(parser):
     add("--slurm", choices=slurm.RELEASES, help="run every case on this Slurm, not on the installed one")
     add("--proctrack", choices=slurm.PROCTRACK, help="run every case with this ProctrackType of Slurm")
     add("--soak", type=float, metavar="MINUTES", help="run faults/test_soak.py, for so long at least")
+    add("--soak-seed", type=int, metavar="SEED", help="pick the faults that this seed picked before")
 
 
 def pytest_configure():

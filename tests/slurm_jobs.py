@@ -161,10 +161,13 @@ class Jobs:
         return found
 
     def remove(self, left: list[str]) -> None:
-        """Remove the temporary files among what `leftovers` has found."""
+        """Remove what `leftovers` has found: the next test is to find its own."""
         for node, thing in (item.split(": ", 1) for item in left):
             if thing.startswith(("/tmp/", "/dev/shm/", f"{self.clone}/imagenet/checkpoints/")):
-                self.run([*self.cluster.namespaces(node), "rm", "-rf", thing])
+                command = ["rm", "-rf", thing]
+            else:
+                command = ["pkill", "-KILL", "--exact", "--full", re.escape(thing)]
+            self.run([*self.cluster.namespaces(node), *command])
 
 
 PICTURES, VALID_PICTURES = 160, 24  # of the small ImageNet
@@ -244,6 +247,15 @@ class User(Jobs):
                 raise TimeoutError(f"job {job} is {state} without {what}:\n{self.log(job)}")
             time.sleep(pause)
         return found
+
+    def until_pending(self, job: str, process: int, number: signal.Signals) -> None:
+        """Wait until a signal has reached a stopped process, which takes it when it goes on."""
+
+        def pending() -> int:
+            status = Path(f"/proc/{process}/status").read_text()
+            return int(re.search(r"^ShdPnd:\t(\w+)$", status, re.MULTILINE)[1], 16) & 1 << number - 1
+
+        self.until_found(job, pending, number.name, 60)
 
     def checkpoints(self, job: str) -> Path:
         return self.clone / "imagenet" / "checkpoints" / job

@@ -1,11 +1,13 @@
 """docs/interactive.rst: a debugger in one rank, and where all ranks of a job are."""
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 
 import pytest
-from slurm_jobs import REPOSITORY, TINY
+from slurm_jobs import REPOSITORY, TINY, stop
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SHAPE = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=4G"]
@@ -67,7 +69,14 @@ def test_where_it_is(user, jobs, archive):
     job = user.submit("multi_node", *SHAPE, "job.sh", "--epochs=1000", "--batch-size=4", **data)
     user.until(job, "^Epoch 1: ")
     (command,) = re.findall(r"^    (srun --jobid=7 .* pkill .*)$", PAGE, re.MULTILINE)
+    ranks = [user.pid(node, "main.py") for node in ("node1", "node2")]
+    for rank in ranks:  # Slurm ends the other one when the first has gone: both are to be told before
+        stop(rank)
     assert user.run(command.replace("=7", f"={job}").split()).exit_code == 0
+    for rank in ranks:
+        user.until_pending(job, rank, signal.SIGABRT)
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
     result = user.wait(job)
     assert result.state == "FAILED", result
     assert result.output.count("Fatal Python error: Aborted") == 2, result

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import docutils.core
+import docutils.nodes
 import draw_batch
 import draw_curves
 import draw_examples
@@ -48,6 +50,8 @@ def test_main_py_stays_readable():
 
 def test_the_ladder_counts_the_lines():
     text = (REPOSITORY / "README.rst").read_text()
+    lines = len((REPOSITORY / "single_gpu" / "main.py").read_text().splitlines())
+    assert f".. |single_gpu| replace:: all {lines}\n" in text
     for old, new in (
         ("single_gpu", "multi_gpu"),
         ("multi_gpu", "multi_node"),
@@ -86,6 +90,19 @@ def test_pages_render_without_a_warning(path, tmp_path):
     assert result.returncode == 0 and not result.stderr, result.stderr
     for target in re.findall(r"<(?!http)([^<>#]+)(?:#[^<>]*)?>`_|image:: (\S+)", path.read_text()):
         assert (path.parent / "".join(target)).exists(), target
+
+
+# In the fault matrix, an empty cell says that a case was not run.
+@pytest.mark.parametrize(
+    "path",
+    [page for page in PAGES if page.stem != "fault_matrix"],
+    ids=lambda p: str(p.relative_to(REPOSITORY)),
+)
+def test_no_row_of_a_table_is_torn(path):
+    """In a simple table, a second line of text in the first column begins another row."""
+    page = docutils.core.publish_doctree(path.read_text(), settings_overrides={"report_level": 5})
+    rows = [row for body in page.findall(docutils.nodes.tbody) for row in body]
+    assert not [row.astext() for row in rows if not all(cell.astext() for cell in row)]
 
 
 def test_pictures_are_up_to_date():

@@ -6,9 +6,8 @@ import cluster as slurm
 import first_aid
 import pytest
 
-# A minute or more, or a cluster of its own; or what test_errors.py always asks for.
+# A minute or more, or a cluster of its own.
 SLOW = ["The time limit", *first_aid.LIMITED]
-SLOW += ["This is none of the tasks of the job", "A rank has no GPU to itself", "No internet on the nodes"]
 # The page is about Slurm 22.05; from these releases on, what it shows is another thing.
 NOT_FROM = {
     "There is no log": ((23, 2), "makes the folder of --output"),

@@ -76,7 +76,7 @@ def test_data_loader_worker(user, undisturbed, number):
 @pytest.mark.parametrize("rank", every_case(1, 0))
 def test_rank_sleeps_for_ever(user, undisturbed, rank):
     """It is named, with the Python stack of the others, within the timeout; the job is started again."""
-    job = user.train(*EPOCHS, "--save-steps=3", "--timeout=15")
+    job = user.train(*EPOCHS, "--save-steps=3", "--timeout=30")
     user.until_file(job, "*-step-000003.pt")
     assert user.kill(f"node{rank + 1}", "main.py", signal.SIGSTOP) == 0
     # Rank 0 has the store, by which they tell each other where they are.
@@ -84,7 +84,7 @@ def test_rank_sleeps_for_ever(user, undisturbed, rank):
         "the store does not answer: rank 0 is stopped",
         r"they wait for rank 1 on node2 \(does not answer",
     ]
-    user.until(job, said[rank], timeout=20)
+    user.until(job, said[rank], timeout=40)
     result = user.wait(job)
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] == "1"

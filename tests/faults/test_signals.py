@@ -4,10 +4,9 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from slurm_jobs import EPOCHS, User, every_case, stop, weights
+from slurm_jobs import EPOCHS, TWO, User, every_case, stop, weights
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 ASKED_TO_STOP = r"^Asked to stop: saved (step \d+ of epoch \d+), to go on from there$"
@@ -23,12 +22,7 @@ def preempt(user: User, job: str) -> None:
 def warn_stopped(user: User, job: str, rank: int) -> None:
     """Warn a job of which one rank is stopped: this goes on when the warning is there."""
     user.warn(job)
-
-    def pending() -> int:
-        signals = re.search(r"^ShdPnd:\t(\w+)$", Path(f"/proc/{rank}/status").read_text(), re.MULTILINE)[1]
-        return int(signals, 16) & 1 << signal.SIGUSR1 - 1
-
-    user.until_found(job, pending, "a signal", 60)
+    user.until_pending(job, rank, signal.SIGUSR1)
     os.kill(rank, signal.SIGCONT)
 
 
@@ -39,8 +33,11 @@ def test_four_warnings(user, undisturbed, moments):
     """Four times in a row the time limit comes near: four times the job saves and comes back."""
     job = user.train(*EPOCHS, "--save-steps=3")
     for requeues, moment in enumerate(moments, 1):
+        user.until_found(job, lambda n=requeues: user.log(job).count("\nWorld size") == n, "World size", 120)
+        rank = user.pid("node2", "main.py")
         user.until_file(job, moment)
-        user.warn(job)
+        stop(rank)  # the last steps must not be over when the warning comes
+        warn_stopped(user, job, rank)
         user.until(job, f"^Job .* requeued {requeues} times$")
     result = user.wait(job)
     assert weights(result) == undisturbed
@@ -62,11 +59,43 @@ def test_requeue_by_hand(user, undisturbed):
     while time.monotonic() < end:
         assert user.run(folder_is_there).exit_code == 0, user.log(job)
     os.kill(rank, signal.SIGCONT)
+    user.until(job, "^Resuming from")
+    assert user.show(job)["Requeue"] == "1"  # whatever happens next, too
     result = user.wait(job)
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] == "1"
     assert len(re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)) == 1, result
     assert re.search(r"^Resuming from .*-step-\d+.pt$", result.output, re.MULTILINE), result
+
+
+def test_array(user, undisturbed):
+    """What happens to a task of an array happens to no other, though the last has the number of them all."""
+    flags = [*TWO, "--time=60", "--array=1-2", f"--output={user.logs}/%A_%a.out"]
+    array = user.train(*EPOCHS, "--seed=0", "--save-steps=1", "--timeout=900", flags=flags)
+    first, last = f"{array}_1", f"{array}_2"
+    for task in (first, last):
+        user.until(task, "^World size")
+    numbers = {task: user.show(task)["JobId"] for task in (first, last)}
+    assert numbers[last] == array
+    ranks = {
+        task: user.pid("node1", f"main.py --data-dir /tmp/slurm-job-{numbers[task]}/") for task in numbers
+    }
+
+    def trains() -> list[str]:
+        return [task for task in numbers if list(user.checkpoints(numbers[task]).glob("*-step-0*.pt"))]
+
+    while numbers:
+        for task in user.until_found(array, trains, "a checkpoint", 120, 0.001):
+            stop(ranks[task])  # the first one is to be there until the last has ended
+            del numbers[task]
+    warn_stopped(user, last, ranks[last])
+    result = user.wait(last)
+    assert weights(result) == undisturbed
+    assert result.output.count(", 0 requeues to go\n") == 2
+    assert [user.show(task)["Restarts"] for task in (first, last)] == ["0", "1"]
+    warn_stopped(user, first, ranks[first])
+    assert weights(user.wait(first)) == undisturbed
+    assert user.show(first)["Restarts"] == "1"
 
 
 @pytest.mark.parametrize("seconds", every_case(4, 25))
@@ -91,6 +120,8 @@ def test_preempted(user, undisturbed, grace):
         job = user.train(*EPOCHS, "--save-steps=3")
         user.until_file(job, "*-step-000003.pt")
         preempt(user, job)
+        user.until(job, "^Resuming from")
+        assert user.show(job)["Requeue"] == "1"  # it may be preempted again
         result = user.wait(job)
     finally:
         user.run([*set_grace, "GraceTime=0"])

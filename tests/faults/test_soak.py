@@ -129,7 +129,7 @@ class Monkey:
         self.user.run(["scontrol", "update", "NodeName=ALL", "State=RESUME"])
         state = self.user.show(job)["JobState"]
         if state in ("FAILED", "NODE_FAIL", "TIMEOUT"):
-            self.user.run(["scontrol", "requeue", job])
+            assert (result := self.user.run(["scontrol", "requeue", job])).exit_code == 0, result
         return state
 
 
@@ -137,8 +137,9 @@ class Monkey:
 @pytest.mark.timeout(0)
 def test_soak(user, nothing_left, pytestconfig):
     """Every job ends with the weights of one that nothing has happened to."""
-    seed = time.time_ns() % 2**32
+    seed = pytestconfig.getoption("soak_seed") or time.time_ns() % 2**32
     minutes = pytestconfig.getoption("soak")
+    print(f"\nseed {seed}", flush=True)
     undisturbed = weights(user.wait(user.train(*ARGUMENTS), timeout=600))
     monkey = Monkey(user, seed)
     report = Table("minute", "job", "what happened", "starts", title=f"{minutes} minutes, seed {seed}")
