@@ -37,7 +37,10 @@ def main() -> None:
         return
     if args.picture is None:
         parser.error("name the picture, too")
-    log = args.log.read_text(encoding="utf-8", errors="replace")
+    try:
+        log = args.log.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        sys.exit(f"draw_curves.py: error: {error}: name the slurm-NUMBER.out of a job")
     if not EPOCH.search(log):
         sys.exit(f"draw_curves.py: error: {args.log} has no line of an epoch: did the job train?")
     args.picture.write_text(draw(log, args.log.name), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A training as many are: one process, one GPU, a DataLoader."""
+"""A training as many are, with a DataLoader."""
 
 import os
 
