@@ -189,9 +189,9 @@ class Cluster:
 
     def processes(self, node: str) -> list[str]:
         """Return the command lines of what runs on a node, apart from Slurm's own daemon."""
-        command = [*self.namespaces(node), "ps", "-eo", "pid=,args="]
+        command = [*self.namespaces(node), "ps", "-ww", "-eo", "pid=,args="]
         lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-        own = (f"sh {self.state}", "slurmd -D", "ps -eo")
+        own = (f"sh {self.state}", "slurmd -D", "ps -ww")
         commands = [line.split(maxsplit=1)[1] for line in lines]
         return [command for command in commands if not command.startswith(own)]
 
