@@ -129,11 +129,17 @@ class Jobs:
         return int(self.show(result.job)["NumNodes"])
 
     def unfinished(self) -> list[str]:
-        """Return the jobs that wait or run."""
-        states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
-        listed = self.run(["squeue", "--noheader", "--format=%A", states])
-        assert listed.exit_code == 0, listed
-        return listed.output.split()
+        """Return the jobs that wait or run, once those that Slurm is ending have ended, or wait again."""
+
+        def listed(*states: str) -> list[str]:
+            result = self.run(["squeue", "--noheader", "--format=%A", f"--states={','.join(states)}"])
+            assert result.exit_code == 0, result
+            return result.output.split()
+
+        deadline = time.monotonic() + 60
+        while listed("COMPLETING") and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return listed("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED")
 
     def leftovers(self) -> list[str]:
         """Return what jobs have left on the nodes, after Slurm has had some time to clean up."""
@@ -215,10 +221,15 @@ def weights(result: Result, state: str = "COMPLETED", pictures: int = PICTURES) 
 
 def stop(process: int) -> None:
     """Stop a process; return when all of its threads have stopped."""
+
+    def runs(thread: Path) -> bool:
+        try:
+            return "\nState:\tT" not in (thread / "status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False  # it has ended since
+
     os.kill(process, signal.SIGSTOP)
-    while any(
-        "\nState:\tT" not in path.read_text() for path in Path(f"/proc/{process}/task").glob("*/status")
-    ):
+    while any(map(runs, Path(f"/proc/{process}/task").iterdir())):
         time.sleep(0.001)
 
 

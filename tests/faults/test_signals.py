@@ -53,10 +53,16 @@ def test_requeue_by_hand(user, undisturbed):
     user.until_file(job, "*-step-000003.pt")
     stop(rank)
     assert user.run(["scontrol", "requeue", job]).exit_code == 0
-    user.until(job, r"(?s)^srun: error: .*allocation.*^srun: error: .*allocation.*^srun: error: .*allocation")
+
+    def given_up() -> bool:
+        stop(rank)  # Slurm makes it go on, so that it takes the signal to end
+        return len(re.findall("^srun: error: .*allocation", user.log(job), re.MULTILINE)) == 3
+
+    user.until_found(job, given_up, "three steps that Slurm does not start", 60)
     folder_is_there = [*user.cluster.namespaces("node1"), "test", "-d", f"/tmp/slurm-job-{job}"]
     end = time.monotonic() + 2  # job.sh has given up starting steps, and would remove it in a second
     while time.monotonic() < end:
+        stop(rank)
         assert user.run(folder_is_there).exit_code == 0, user.log(job)
     os.kill(rank, signal.SIGCONT)
     user.until(job, "^Resuming from")
