@@ -59,6 +59,10 @@ def test_cancelled(user):
     user.until(job, r"^Epoch 1: ")
     result = user.cancel(job)
     assert result.state == "CANCELLED", result
+    (step, epoch) = re.search(
+        r"^Asked to stop: saved step (\d+) of epoch (\d+), ", result.output, re.MULTILINE
+    ).groups()
+    assert list(user.checkpoints(job).glob(f"epoch-{epoch:0>3}-step-{step:0>6}.pt")), result
     assert user.show(job)["Restarts"] == "0"
 
 
