@@ -16,9 +16,12 @@ export DATA_DIR=${DATA_DIR:-} # EDIT: a node's folder that your jobs share; empt
 set -euo pipefail
 export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
 unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
-# Called in another job, sbatch passes on what that one has of memory and CPUs, and srun would ask for it here.
+# Called in another job, sbatch passes on what that one has of memory, CPUs and GPUs, and srun would ask for it here. A
+# step has all the GPUs of its job without being told.
+unset SRUN_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE
 [ -z "${SLURM_MEM_PER_CPU:-}${SLURM_MEM_PER_GPU:-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
 [[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
+[ -z "${OWN_TMPDIR:-}" ] || unset OWN_TMPDIR SLURM_TMPDIR TMPDIR MASTER_PORT # made by a job like this one
 echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date), requeued ${SLURM_RESTART_COUNT:-0} times"
 
 # A shell acts on a signal when its command is over, unless that runs in the background.
@@ -42,7 +45,6 @@ ranks_are_here() { [[ $(scontrol listpids "$SLURM_JOB_ID" 2> /dev/null) =~ $'\n'
 end() {
     trap '' USR1
     until scontrol ping > /dev/null; do echo "job.sh: waiting for Slurm's controller" >&2 && sleep 20; done
-    unset SLURM_GPUS SLURM_GPUS_PER_NODE # srun --overlap of 22.05 fails with them where nodes differ
     # An error that would come again makes `training` `failed`. --immediate: Slurm may not miss a node that is gone.
     if [ "$1" != 0 ] && [ "${staged:-}" ] && [ -e "$SLURM_TMPDIR/training" ]; then
         if on_each_node --overlap --immediate=30 bash -c may_pass || [ $? != 66 ]; then again=yes; fi
@@ -71,7 +73,7 @@ trap 'end $?' EXIT
 if [ -z "${SLURM_TMPDIR:-}" ]; then
     export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID OWN_TMPDIR=yes
 fi
-DATA_DIR=$(realpath -ms "${DATA_DIR:-$SLURM_TMPDIR/data}") # this script may go elsewhere below
+export DATA; DATA=$(realpath -ms "${DATA_DIR:-$SLURM_TMPDIR/data}") # this script may go elsewhere below
 IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -m "$IMAGENET_DIR")}
 stage() {
     mkdir -p "$SLURM_TMPDIR"
@@ -80,11 +82,11 @@ stage() {
         exit 1
     fi
     rm -f "$SLURM_TMPDIR/training" "$SLURM_TMPDIR/failed"
-    [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --source "$IMAGENET_DIR" --data-dir "$DATA_DIR"
+    [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --source "$IMAGENET_DIR" --data-dir "$DATA"
 }
 may_pass() { [ ! -e "$SLURM_TMPDIR/failed" ] || exit 66; }
 clean_up() {
-    [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --data-dir "$DATA_DIR" --release
+    [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --data-dir "$DATA" --release
     [ -z "${OWN_TMPDIR:-}" ] || rm -rf "$SLURM_TMPDIR"
 }
 export -f stage may_pass clean_up
@@ -99,8 +101,8 @@ case " $* " in *" --wandb"*) SYNC_FLAGS="--locked --group wandb" ;; esac
 # safe_sbatch names a commit in GIT_COMMIT: every node takes it to its own disk, and the job goes on there.
 export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
 if [ -n "$GIT_COMMIT" ]; then
-    code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh" 2>&1) ||
-        { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname), is that a shared disk? git says: $code_checkpointing" >&2 && exit 1; }
+    code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh") ||
+        { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname), see above: is that a shared disk?" >&2 && exit 1; }
     eval "$code_checkpointing"
 else
     # Once, here: tasks that all synchronise the environment at the same time get in each other's way.
@@ -116,5 +118,5 @@ export PYTHONFAULTHANDLER=1 # a crash prints where Python was
 export TMPDIR=$SLURM_TMPDIR # what killed processes leave there is removed, too
 export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
 # In a job array, the task's number is the seed, unless the arguments say otherwise.
-attend srun --kill-on-bad-exit=1 --wait=60 uv run --no-sync python main.py --data-dir "$DATA_DIR" \
+attend srun --kill-on-bad-exit=1 --wait=60 uv run --no-sync python main.py --data-dir "$DATA" \
     ${SLURM_ARRAY_TASK_ID:+--seed="$SLURM_ARRAY_TASK_ID"} "$@" && trained=yes # a shell that is killed ends with 0, too

@@ -832,41 +832,43 @@ def register_job(data_dir: Path) -> None:
         (data_dir / "jobs" / job).touch()
 
 
+def squeue(option: str) -> subprocess.CompletedProcess | None:
+    """Return what Slurm says of some jobs, a number a line, whatever SQUEUE_PARTITION and the like hide."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    command = ["squeue", "--noheader", "--format=%A", option]
+    try:
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
 def is_running(job: str) -> bool:
     """Return whether Slurm has not forgotten that job, or cannot be asked."""
-    command = ["squeue", "--noheader", "--format=%A", f"--jobs={job}"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+    answer = squeue(f"--jobs={job}")
+    if answer is None:
         return True
     # An array's number stands for all that is left of it.
     return job in answer.stdout.split() or (answer.returncode != 0 and "Invalid job id" not in answer.stderr)
 
 
 def remove_abandoned() -> None:
-    """Remove the folders that job.sh has made for jobs of this user which are no longer on this node.
+    """Remove the folders that job.sh has made here for jobs of this user which have ended.
 
     Where Slurm itself ends a job, as in a preemption, no step can start any more to remove them.
     """
-    paths = []
+    paths, mine = {}, os.environ.get("SLURM_JOB_ID")
     for path in Path("/tmp").glob("slurm-job-*"):
+        job = path.name.removeprefix("slurm-job-")
         with contextlib.suppress(FileNotFoundError):  # another job may be doing the same
             found = path.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-                paths.append(path)
-    node, mine = os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_JOB_ID")
-    if not (paths and node and mine):
+            if job.isdecimal() and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                paths[job] = path
+    if not (paths and mine and (answer := squeue(f"--user={os.geteuid()}"))):
         return
-    command = ["squeue", "--noheader", "--format=%A", f"--nodelist={node}"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
-    try:
-        jobs = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60).stdout.split()
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    for path in paths if mine in jobs else []:  # or that is no list of the jobs here
-        if path.name.removeprefix("slurm-job-") not in jobs:
-            shutil.rmtree(path, ignore_errors=True)
-            say(f"removed {path}: a job of yours that Slurm has ended could not")
+    jobs = answer.stdout.split()  # those on other nodes, too: some share their /tmp
+    for job in paths.keys() - jobs if mine in jobs else []:  # or that is no list of the jobs
+        shutil.rmtree(paths[job], ignore_errors=True)
+        say(f"removed {paths[job]}: a job of yours that Slurm has ended could not")
 
 
 def release(data_dir: Path) -> None:

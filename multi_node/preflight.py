@@ -102,13 +102,13 @@ def look_at_gpu(local_rank: int, ranks_here: int, cpu: bool) -> dict:
     elif visible < given and ranks_here > 1:
         what = f"a rank sees {visible} of the job's {given} GPUs of its node, and NCCL needs to see them all"
         problems.append((what, "unset CUDA_VISIBLE_DEVICES SLURM_GPU_BIND SLURM_TRES_BIND; no --gpu-bind"))
-    elif local_rank >= gpus and (gpus or driver):
+    elif local_rank >= gpus and (gpus or (driver and not cpu)):
         what = f"{ranks_here} ranks share the GPUs of a node, of which the job has {gpus}"
         problems.append((what if gpus else f"the job has no GPU on {node}", mend))
     elif given and not seen and not driver and not cpu:
         what = f"{node} has no NVIDIA driver, and the job has {given} of its GPUs"
         problems.append((what, f"#SBATCH --exclude={node}"))
-    elif driver:
+    elif driver and (seen or not cpu):
         try:
             torch.cuda.init()  # it says what is wrong
             torch.cuda.set_device(local_rank)

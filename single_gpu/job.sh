@@ -12,16 +12,19 @@ export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-} # EDIT: where cifar-10-python.tar.gz
 set -euo pipefail
 export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
 unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
-# Called in another job, sbatch passes on what that one has of memory and CPUs, and srun would ask for it here.
+# Called in another job, sbatch passes on what that one has of memory, CPUs and GPUs, and srun would ask for it here. A
+# step has all the GPUs of its job without being told.
+unset SRUN_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE
 [ -z "${SLURM_MEM_PER_CPU:-}${SLURM_MEM_PER_GPU:-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
 [[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
+[ -z "${OWN_TMPDIR:-}" ] || unset OWN_TMPDIR SLURM_TMPDIR TMPDIR MASTER_PORT # made by a job like this one
 echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date)"
 [ "$SLURM_JOB_NUM_NODES" = 1 ] || { echo "job.sh: error: this example is for one node: use multi_node" >&2 && exit 1; }
 
 # Data goes to the node's own disk. Where the cluster names none in SLURM_TMPDIR, it goes to a folder under /tmp that
 # is removed at the end of this script; after scancel or at the time limit, it may stay.
 if [ -z "${SLURM_TMPDIR:-}" ]; then
-    export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID
+    export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID OWN_TMPDIR=yes
     trap 'rm -rf "$SLURM_TMPDIR"' EXIT
 fi
 stage() {

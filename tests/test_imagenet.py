@@ -91,16 +91,19 @@ def test_array(user):
     node1 = user.cluster.namespaces("node1")
     user.run([*node1, "mkdir", "-p", "-m", "700", f"{shared}/jobs"])
     user.run([*node1, "touch", f"{shared}/jobs/99999"])
-    running = user.submit("", "--nodelist=node1", "--mem=100M", "--wrap=sleep infinity")
-    abandoned, another, used = (f"/tmp/slurm-job-{job}" for job in ("99999", "99998", running))
-    user.run([*node1, "mkdir", "-p", f"{abandoned}/data", another, used])
+    # One that runs on another node: some nodes share their /tmp.
+    running = user.submit("", "--nodelist=node2", "--mem=100M", "--wrap=sleep infinity")
+    names = ("99999", "99998", "cache", running)
+    folders_of_jobs = abandoned, another, *_ = [f"/tmp/slurm-job-{name}" for name in names]
+    user.run([*node1, "mkdir", "-p", f"{abandoned}/data", *folders_of_jobs])
     user.run([*node1, "chown", "nobody", another])
-    array = user.train("--epochs=1", flags=[*TWO, *flags], DATA_DIR=shared)
+    # What a user may have set for squeue hides no job from the examples.
+    array = user.train("--epochs=1", flags=[*TWO, *flags], DATA_DIR=shared, SQUEUE_PARTITION="urgent")
     results = [user.wait(f"{array}_{task}") for task in (1, 2)]
-    left = [user.run([*node1, "test", "-e", path]).exit_code == 0 for path in (abandoned, another, used)]
+    left = [user.run([*node1, "test", "-e", path]).exit_code == 0 for path in folders_of_jobs]
     user.cancel(running)
-    user.run([*node1, "rmdir", another])
-    assert left == [False, True, True]
+    user.run([*node1, "rm", "-r", *folders_of_jobs[1:]])
+    assert left == [False, True, True, True]
     assert len({weights(result) for result in results}) == 2  # of two seeds
     told = "".join(result.output for result in results)
     assert f"node1: removed {abandoned}: " in told

@@ -4,6 +4,7 @@ import re
 import shlex
 
 import pytest
+from slurm_jobs import TINY, TWO
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SMALL = ["--cpus-per-task=1", "--mem=1G"]
@@ -98,9 +99,11 @@ def test_variables_by_sbatch_export(jobs, archive):
 
 @pytest.mark.parametrize("folder, last_line", [("multi_node", "Test loss"), ("imagenet", "Weights SHA-256")])
 def test_sbatch_in_a_job(jobs, folder, last_line):
-    """The shell that calls sbatch has other memory and CPUs, and Slurm passes on its variables for them."""
-    terminal = ["salloc", "--nodes=1", "--cpus-per-task=2", "--mem-per-cpu=100", "srun", "--cpu-bind=cores"]
-    inherited = ["bash", "-c", '[[ $SLURM_CPU_BIND == *mask_cpu:* && $SLURM_MEM_PER_CPU ]] && exec "$@"', "-"]
+    """The shell that calls sbatch has other memory, CPUs and GPUs, and Slurm passes its variables on."""
+    terminal = ["salloc", "--nodes=1", "--cpus-per-task=2", "--mem-per-cpu=100", "--gpus=1"]
+    terminal += ["srun", "--cpu-bind=cores"]
+    passed_on = "$SLURM_CPU_BIND == *mask_cpu:* && $SLURM_MEM_PER_CPU && $SLURM_GPUS"
+    inherited = ["bash", "-c", f'[[ {passed_on} ]] && SRUN_CPUS_PER_TASK=64 exec "$@"', "-"]
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", f"--output={jobs.logs}/%j.out"]
     arguments = ONE_EPOCH
     if folder == "imagenet":
@@ -112,6 +115,22 @@ def test_sbatch_in_a_job(jobs, folder, last_line):
     assert result.state == "COMPLETED", result
     assert result.output.splitlines()[-1].startswith(last_line), result
     assert "srun: " not in result.output, result
+
+
+@pytest.mark.parametrize("folder", ["single_gpu", "imagenet"])
+def test_job_that_submits_the_next(jobs, user, folder, tmp_path):
+    """A job has a folder of its own under /tmp, also one that another job submits at its end."""
+    arguments, runs = ([*TINY, "--epochs=1"], user) if folder == "imagenet" else (ONE_EPOCH, jobs)
+    flags = ["--nodes=1", *TWO, f"--output={jobs.logs}/%j.out"]
+    then = shlex.join(["sbatch", "--parsable", *flags, "job.sh", *arguments])
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/bash\nsource ./job.sh {shlex.join(arguments)}\n{then}\n")
+    first = runs.sbatch(folder, *flags, script)
+    second = runs.wait(re.findall(r"^\d+$", first.output, re.MULTILINE)[-1])
+    for result in (first, second):
+        assert result.state == "COMPLETED", result
+        if folder == "imagenet":
+            assert f"/tmp/slurm-job-{result.job}/data: " in result.output, result
 
 
 def test_two_jobs_at_once_on_one_node(jobs):
