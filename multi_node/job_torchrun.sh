@@ -18,7 +18,7 @@ unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagre
 unset SRUN_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE
 [ -z "${SLURM_MEM_PER_CPU:-}${SLURM_MEM_PER_GPU:-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
 [[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
-[ -z "${OWN_TMPDIR:-}" ] || unset OWN_TMPDIR SLURM_TMPDIR TMPDIR MASTER_PORT # made by a job like this one
+[ -z "${OWN_TMPDIR:-}" ] || unset OWN_TMPDIR SLURM_TMPDIR MASTER_PORT # made by a job like this one
 echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date)"
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
@@ -52,7 +52,6 @@ export MASTER_ADDR MASTER_PORT
 # Once, here: tasks that all synchronise the environment at the same time get in each other's way.
 uv sync --locked --inexact # another job may need more than this one
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
-export TMPDIR=$SLURM_TMPDIR # what killed processes leave there is removed, too
 export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
 # One torchrun a node starts a process for each GPU of the job there. The nodes may differ: look when on the node.
 launch() {
@@ -64,4 +63,5 @@ launch() {
 }
 export -f launch
 unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK # this task is to have all the CPUs of the job on its node
-on_each_node -l --kill-on-bad-exit=1 --wait=60 --cpu-bind=none bash -c 'launch "$@"' launch "$@"
+# TMPDIR: what killed processes leave there is removed, too.
+TMPDIR=$SLURM_TMPDIR on_each_node -l --kill-on-bad-exit=1 --wait=60 --cpu-bind=none bash -c 'launch "$@"' launch "$@"

@@ -17,7 +17,7 @@ unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagre
 unset SRUN_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE
 [ -z "${SLURM_MEM_PER_CPU:-}${SLURM_MEM_PER_GPU:-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
 [[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
-[ -z "${OWN_TMPDIR:-}" ] || unset OWN_TMPDIR SLURM_TMPDIR TMPDIR MASTER_PORT # made by a job like this one
+[ -z "${OWN_TMPDIR:-}" ] || unset OWN_TMPDIR SLURM_TMPDIR MASTER_PORT # made by a job like this one
 echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date)"
 [ "$SLURM_JOB_NUM_NODES" = 1 ] || { echo "job.sh: error: this example is for one node: use multi_node" >&2 && exit 1; }
 
@@ -46,5 +46,5 @@ uv sync --locked --inexact # another job may need more than this one
 # srun 22.05 and 23.02 give a task one CPU unless this is set. OMP_NUM_THREADS is PyTorch's number of CPU threads.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give the job --cpus-per-task} OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
-export TMPDIR=$SLURM_TMPDIR # what killed processes leave there is removed, too
-srun --kill-on-bad-exit=1 uv run --no-sync python main.py "$@"
+# TMPDIR: what killed processes leave there is removed, too.
+TMPDIR=$SLURM_TMPDIR srun --kill-on-bad-exit=1 uv run --no-sync python main.py "$@"
