@@ -231,6 +231,7 @@ def stop(process: int) -> None:
     os.kill(process, signal.SIGSTOP)
     while any(map(runs, Path(f"/proc/{process}/task").iterdir())):
         time.sleep(0.001)
+        os.kill(process, signal.SIGSTOP)  # Slurm may have made it go on meanwhile
 
 
 class User(Jobs):

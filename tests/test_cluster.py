@@ -23,7 +23,9 @@ def requirements():
 
 def traces(state: Path) -> list[str]:
     """Return what is left of a cluster: processes that name its folder, its folder, links to its switch."""
-    processes = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout.splitlines()
+    processes = subprocess.run(
+        ["ps", "-ww", "-eo", "args="], capture_output=True, text=True
+    ).stdout.splitlines()
     left = [process for process in processes if str(state) in process]
     return left + [str(path) for path in [state] if path.exists()]
 

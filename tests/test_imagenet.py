@@ -1,11 +1,13 @@
 """The imagenet example as jobs: staged, trained, stopped, killed, started again, with the same weights."""
 
+import os
 import re
+import signal
 import subprocess
 import time
 
 import pytest
-from slurm_jobs import TINY, TWO, WEIGHTS_LINE, Result, weights
+from slurm_jobs import TINY, TWO, WEIGHTS_LINE, Result, stop, weights
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -24,9 +26,13 @@ def test_the_whole_way(user):
     undisturbed = weights(user.wait(submit()))
     job = submit()
     user.until(job, r"^Epoch 1: ")
+    rank = user.pid("node2", "main.py")
+    stop(rank)  # the last steps must not be over when the warning comes
     # Slurm looks every 30 seconds whether it is time: 90 seconds before the end, or up to 30 sooner.
     assert user.run(["scontrol", "update", f"job={job}", "TimeLimit=2"]).exit_code == 0
-    user.until(job, r"^Asked to stop: saved step \d+ of epoch \d+", timeout=100)
+    user.until_pending(job, rank, signal.SIGUSR1)
+    os.kill(rank, signal.SIGCONT)
+    user.until(job, r"^Asked to stop: saved step \d+ of epoch \d+")
     user.until(job, r"^job.sh: status 75: to be requeued$")
     user.run(["scontrol", "update", f"job={job}", "TimeLimit=10"])
     result = user.wait(job)
@@ -55,7 +61,7 @@ def test_other_numbers_of_ranks(user, tmp_path):
 
 def test_cancelled(user):
     """A cancelled job saves, and does not come back."""
-    job = user.train("--epochs=200")
+    job = user.train("--epochs=200", "--save-steps=1")  # they agree in each: SIGKILL comes in 5 s
     user.until(job, r"^Epoch 1: ")
     result = user.cancel(job)
     assert result.state == "CANCELLED", result

@@ -155,10 +155,12 @@ def run_main(rank: int, world_size: int, port: int, folder: Path, log: Path, dis
 
 def children(pid: int) -> list[int]:
     """Return the processes that a process has started."""
+    found: list[int] = []
     with contextlib.suppress(OSError):
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return []
+        for task in list(Path(f"/proc/{pid}/task").iterdir()):
+            with contextlib.suppress(OSError):  # this thread has ended since
+                found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def kill(pid: int, number: signal.Signals) -> None:
@@ -480,7 +482,11 @@ def test_interrupted(tmp_path):
     env |= {"SLURM_TMPDIR": str(tmp_path / "disk"), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
-            [*command, "--workers=2"],
+            [
+                *command,
+                "--workers=2",
+                "--limit-train-samples=2000",
+            ],  # it is told of one epoch, and in the next
             cwd=tmp_path,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -509,7 +515,8 @@ def test_interrupted(tmp_path):
 
 def test_killed_rank(tmp_path):
     """When a rank is killed, so do its workers end, and the other rank, which cannot go on without it."""
-    with Training(tmp_path, 2, *TINY, "--model=dummy", "--epochs=9999", "--workers=2") as training:
+    flags = ["--model=dummy", "--epochs=9999", "--workers=2", "--limit-train-samples=2000"]
+    with Training(tmp_path, 2, *TINY, *flags) as training:
         training.wait_for(lambda: "Epoch 1: " in training.text())
         started = [child for process in training.processes for child in children(process.pid)]
         assert len(started) >= 4

@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import time
+from datetime import datetime
 
 import pytest
 from slurm_jobs import EPOCHS, every_case, weights
@@ -95,7 +96,7 @@ def test_rank_sleeps_for_ever(user, undisturbed, rank):
 
 def test_always_killed(user):
     """A job that never gets to its next checkpoint gives up after a few tries, and says so."""
-    job = user.train(*EPOCHS)
+    job = user.train(*EPOCHS, "--batch-size=2")  # many steps, to be killed before the end of an epoch
     for requeues in range(1, 5):
         user.until(job, rf"(^World size(.|\n)*){{{requeues}}}")
         for node in ("node1", "node2"):
@@ -119,11 +120,14 @@ def test_random_moments(user, kills, epochs):
     seed = time.time_ns() % 2**32
     print(f"seed {seed}")
     chance = random.Random(seed)
-    undisturbed = weights(user.wait(user.train(f"--epochs={epochs}")))
+    whole = user.wait(user.train(f"--epochs={epochs}"))
+    undisturbed, told = weights(whole), user.show(whole.job)
+    start, end = (datetime.fromisoformat(told[name]) for name in ("StartTime", "EndTime"))
+    longest = min(15, 0.7 * (end - start).total_seconds())
     job = user.train(f"--epochs={epochs}", "--save-steps=2")
     for kill in range(kills):
         user.until_found(job, lambda: user.show(job)["JobState"] in ("RUNNING", "COMPLETED"), "start", 60)
-        delay = chance.uniform(0, 15)
+        delay = chance.uniform(0, longest)
         user.run(["sleep", f"{delay:.2f}"])  # the moment that was drawn
         node, age = chance.choice(["node1", "node2"]), chance.choice(["--oldest", "--newest"])
         if user.show(job)["JobState"] != "RUNNING":

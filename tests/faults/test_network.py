@@ -1,9 +1,11 @@
 """Networks, nodes and the controller fail, and come back: the end is the same."""
 
+import os
 import re
+import signal
 
 import pytest
-from slurm_jobs import EPOCHS, TWO, every_case, weights
+from slurm_jobs import EPOCHS, TWO, every_case, stop, weights
 
 # Ranks wait 15 seconds for each other, and say after 11 that they do.
 ARGUMENTS = [*EPOCHS, "--save-steps=3", "--timeout=15"]
@@ -102,7 +104,13 @@ def test_controller_restarts(user, undisturbed, meanwhile):
     """A job does not notice that the controller is away for a while, or waits until it can be requeued."""
     job = user.train(*ARGUMENTS)
     user.until_file(job, "*-step-000003.pt")
+    rank = user.pid("node2", "main.py")
+    stop(rank)  # while the controller, every five seconds, writes down what it knows
+    assert user.run(["scontrol", "update", f"job={job}", f"Comment=job {job} runs"]).exit_code == 0
+    known = ["grep", "--quiet", f"job {job} runs", user.cluster.state / "controller" / "job_state"]
+    user.until_found(job, lambda: user.run(known).exit_code == 0, "state", 20, 0.01)
     user.cluster.crash("controller")
+    os.kill(rank, signal.SIGCONT)
     if meanwhile == "the job trains":
         user.until_file(job, "epoch-002-*.pt")
     else:

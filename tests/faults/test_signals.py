@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 
 import pytest
 from slurm_jobs import EPOCHS, TWO, User, every_case, stop, weights
@@ -58,12 +57,15 @@ def test_requeue_by_hand(user, undisturbed):
         stop(rank)  # Slurm makes it go on, so that it takes the signal to end
         return len(re.findall("^srun: error: .*allocation", user.log(job), re.MULTILINE)) == 3
 
-    user.until_found(job, given_up, "three steps that Slurm does not start", 60)
+    user.until_found(job, given_up, "three steps that Slurm does not start", 60, 0.001)
     folder_is_there = [*user.cluster.namespaces("node1"), "test", "-d", f"/tmp/slurm-job-{job}"]
-    end = time.monotonic() + 2  # job.sh has given up starting steps, and would remove it in a second
-    while time.monotonic() < end:
+
+    def waits() -> bool:
         stop(rank)
         assert user.run(folder_is_there).exit_code == 0, user.log(job)
+        return "sleep 0.1" in user.cluster.processes("node1")
+
+    user.until_found(job, waits, "job.sh that has seen ranks", 60, 0.001)
     os.kill(rank, signal.SIGCONT)
     user.until(job, "^Resuming from")
     assert user.show(job)["Requeue"] == "1"  # whatever happens next, too
@@ -124,7 +126,10 @@ def test_preempted(user, undisturbed, grace):
     assert user.run([*set_grace, f"GraceTime={grace}"]).exit_code == 0
     try:
         job = user.train(*EPOCHS, "--save-steps=3")
+        user.until(job, "^World size")
+        rank = user.pid("node2", "main.py")
         user.until_file(job, "*-step-000003.pt")
+        stop(rank)  # until Slurm makes it go on, with the signal to end
         preempt(user, job)
         user.until(job, "^Resuming from")
         assert user.show(job)["Requeue"] == "1"  # it may be preempted again
