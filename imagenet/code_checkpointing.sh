@@ -23,13 +23,13 @@ copy_code() {
         { rm -rf "$code" && mkdir "$code"; } || fail "write to $code" # a job that was killed may have left a part
         git -C "$(git rev-parse --show-toplevel)" archive "$GIT_COMMIT" | tar -x -C "$code" ||
             fail "copy commit $GIT_COMMIT from $PWD to $code"
-        touch "$code.complete" || fail "write to $code"
     fi
-    # Takes from uv's cache what is there: a node needs internet only for what is not. Another job may need more.
+    # Takes from uv's cache what is there: a node needs internet only for what is not. Another job may have needed less.
     # shellcheck disable=SC2086 # several flags
     uv sync --quiet --inexact ${SYNC_FLAGS:---locked} --directory "$code_folder" ||
         fail "install what uv.lock lists into $code (no internet? first run uv sync --inexact ${SYNC_FLAGS:---locked} elsewhere)"
-    echo "Commit $GIT_COMMIT and its environment are on the disk of $(hostname), after $SECONDS s"
+    [ -e "$code.complete" ] || echo "Commit $GIT_COMMIT and its environment are on the disk of $(hostname), after $SECONDS s"
+    touch "$code.complete" || fail "write to $code"
 }
 export -f copy_code
 on_each_node bash -euo pipefail -c copy_code

@@ -20,7 +20,7 @@ LINES_OF_JOB = """\
 # safe_sbatch names a commit in GIT_COMMIT: every node takes it to its own disk, and the job goes on there.
 export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
 if [ -n "$GIT_COMMIT" ]; then
-    code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh" 2>&1) ||
+    code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh") ||
         { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname)" >&2; exit 1; }
     eval "$code_checkpointing"
 fi
@@ -366,7 +366,7 @@ def test_missing_commit(repository):
             LOCAL,
             "96k",
             r"cannot install what uv.lock lists into {code} "
-            r"\(no internet\? first run uv sync --locked elsewhere\)",
+            r"\(no internet\? first run uv sync --inexact --locked elsewhere\)",
         ),
     ],
     ids=["no repository", "no space for the tree", "no space for the environment"],
@@ -426,7 +426,9 @@ def test_nodes_without_internet(repository, index, tmp_path):
     result = repository.run(["./safe_sbatch", *FLAGS, "job.sh"], UV_OFFLINE="1")
     assert result.exit_code == 1, result
     error = "safe_sbatch: error: uv cannot install what uv.lock lists: "
-    assert result.output.endswith(f"\n{error}run uv sync --locked where there is internet\n"), result
+    assert result.output.endswith(f"\n{error}run uv sync --inexact --locked where there is internet\n"), (
+        result
+    )
     job = repository.submit("", *FLAGS, "job.sh", GIT_COMMIT=commit, UV_HTTP_RETRIES="0")
     result = repository.wait(job)
     assert (result.exit_code, result.state) == (1, "FAILED"), result
@@ -456,9 +458,24 @@ def test_packages_of_wandb(repository, index, tmp_path):
     result = repository.run([*submit, "--wandb", "project"])
     assert result.exit_code == 1, result
     error = "safe_sbatch: error: uv cannot install what uv.lock lists: "
-    assert result.output.endswith(f"\n{error}run uv sync --locked --group wandb where there is internet\n"), (
-        result
+    assert result.output.endswith(
+        f"\n{error}run uv sync --inexact --locked --group wandb where there is internet\n"
+    ), result
+
+
+def test_second_job_needs_more(repository, index):
+    """A job with --wandb, of a commit that one without has put on the node's disk."""
+    group = '[dependency-groups]\nwandb = ["answer"]\n'
+    repository.write(
+        "../../pyproject.toml", f'{PROJECT}{group}[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n'
     )
+    repository.must("uv", "sync", "--group", "wandb")  # it is in the cache
+    commit = repository.commit()
+    installed = f"ls '{LOCAL}/code/{commit}'/.venv/lib/python*/site-packages/answer.py"
+    # job.sh of imagenet names the group where its arguments have --wandb.
+    for sync_flags, found in (("--locked", False), ("--locked --group wandb", True), ("--locked", True)):
+        ran(repository.wait(repository.safe_sbatch(*FLAGS, "job.sh", SYNC_FLAGS=sync_flags)), commit)
+        assert [repository.on(node, "sh", "-c", installed).exit_code == 0 for node in NODES] == [found] * 2
 
 
 def test_this_environment(jobs, tmp_path, nothing_left):
