@@ -75,6 +75,7 @@ if [ -z "${SLURM_TMPDIR:-}" ]; then
 fi
 export DATA; DATA=$(realpath -ms "${DATA_DIR:-$SLURM_TMPDIR/data}") # this script may go elsewhere below
 IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -m "$IMAGENET_DIR")}
+case " $* " in *" --synthetic "*) IMAGENET_DIR="" ;; esac # it needs no data
 stage() {
     mkdir -p "$SLURM_TMPDIR"
     if [[ $SLURM_TMPDIR == /tmp/slurm-job-* && (-L $SLURM_TMPDIR || ! -O $SLURM_TMPDIR) ]]; then

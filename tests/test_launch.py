@@ -110,7 +110,8 @@ def test_sbatch_in_a_job(jobs, folder, last_line):
         arguments = [*ONE_EPOCH, "--synthetic", "--limit-train-samples=64", "--limit-valid-samples=8"]
         arguments += ["--model=dummy", "--image-size=32", "--workers=1"]
     sbatch = ["sbatch", "--parsable", *flags, "job.sh", *arguments]
-    submitted = jobs.run([*terminal, *inherited, *sbatch], folder, SLURM_CPU_BIND="")
+    env = {"SLURM_CPU_BIND": "", "IMAGENET_DIR": "/nowhere"}  # --synthetic takes nothing from there
+    submitted = jobs.run([*terminal, *inherited, *sbatch], folder, **env)
     result = jobs.wait(re.search(r"^\d+$", submitted.output, re.MULTILINE)[0])
     assert result.state == "COMPLETED", result
     # What srun says where the controller has not yet noted that the step before has ended.
