@@ -10,6 +10,7 @@ from pathlib import Path
 
 import cluster as slurm
 import pytest
+from first_aid import OVER
 
 REPOSITORY = Path(__file__).parent.parent
 # Samples of the small CIFAR-10: no world size from 2 on divides them all.
@@ -98,7 +99,7 @@ class Jobs:
     def wait(self, job: str, timeout: float = 300) -> Result:
         """Wait until a job is over and its nodes are free; return how it ended."""
         deadline = time.monotonic() + timeout
-        while (info := self.show(job))["JobState"] in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"):
+        while (info := self.show(job))["JobState"] not in OVER:
             if time.monotonic() > deadline:
                 self.run(["scancel", job])
                 raise TimeoutError(f"job {job} still {info['JobState']} after {timeout} s:\n{self.log(job)}")
