@@ -94,7 +94,10 @@ def diff(old: list[str], new: list[str]) -> list[str]:
 
 def read_help(script: Path) -> list[str]:
     env = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
-    env.pop("SLURM_TMPDIR", None)  # a default in the help text follows it
+    # Defaults in the help text follow these.
+    env["SLURM_CPUS_PER_TASK"] = "8"  # imagenet/job.sh
+    for name in ("SLURM_TMPDIR", "SLURM_JOB_ID", "SCRATCH"):
+        env.pop(name, None)
     command = [sys.executable, script.name, "--help"]
     result = subprocess.run(command, cwd=script.parent, env=env, stdout=subprocess.PIPE, text=True)
     if result.returncode != 0:

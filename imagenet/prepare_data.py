@@ -802,7 +802,7 @@ def lock(data_dir: Path, create: bool) -> Iterator[None]:
         except OSError as error:  # Lustre may be mounted so, and two stagings would mix
             raise Problem(
                 f"the disk of {data_dir} on {HOST} has no file locks ({error.strerror}): "
-                "choose a --data-dir on the node's own"
+                "choose a --data-dir on a node's own, and copy the files from there if it is to be elsewhere"
             ) from error
         try:
             if os.path.samestat(os.fstat(file), os.stat(path)):

@@ -30,10 +30,14 @@ problems: list[tuple[str, str]] = []  # of this rank: what is wrong, and the lin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, usage="srun uv run python %(prog)s [options]")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        usage="srun uv run python %(prog)s [options]",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     add = parser.add_argument
     add("--data-dir", type=Path, default=env.get("SLURM_TMPDIR", "/tmp"), help="folder that the data goes to")
-    add("--data-gb", type=float, default=1.0, help="room that the data takes there (default: %(default)g)")
+    add("--data-gb", type=float, default=1.0, help="room that the data takes there")
     add("--cpu", action="store_true", help="to train on the CPU: do not miss any GPU")
     add("--timeout", type=int, default=30, help="seconds to wait for the other ranks, and for the disk")
     args = parser.parse_args()

@@ -69,6 +69,7 @@ def test_readme_files_are_up_to_date():
     assert parts == [
         [],
         [
+            "main.py --help",
             "job.sh ../multi_node/job.sh",
             "safe_sbatch",
             "code_checkpointing.sh",
