@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # c10d takes pages for what is said here in a line
+os.environ.setdefault("NCCL_DEBUG", "WARN")  # or NCCL does not say what is wrong
 
 import torch
 import torch.distributed as dist
