@@ -117,10 +117,14 @@ class Checkpoints:
             self.copy = copy_to_cpu(state, self.copy)
             self.writer.submit(self._write, self.copy)
 
-    def mark_best(self, epoch: int, step: int) -> None:
-        """Make best.pt the checkpoint of that epoch and step, once it is on disk."""
+    def mark_best(self, run: Run, accuracy: float) -> None:
+        """Make best.pt the checkpoint of the run's epoch and step, once it is on disk.
+
+        A failure is an error in the log; the run's best accuracy then is again what it was.
+        """
+        before, run.best_accuracy = run.best_accuracy, accuracy
         if dist.get_rank() == 0:
-            self.writer.submit(self._link_best, self._path(epoch, step))
+            self.writer.submit(self._link_best, self._path(run.epoch, run.step), run, before)
 
     def age(self) -> float:
         """Return how many seconds ago the last checkpoint was begun, or 0 on ranks that write none."""
@@ -257,17 +261,18 @@ class Checkpoints:
             partial.rename(path)
             self.failure = ""
         except Exception as error:  # for a full disk, a RuntimeError whose context says so
-            self._give_up(path, partial, error.__context__ or error)
+            self.failure = self._give_up(path, partial, error.__context__ or error)
         try:
             for old in self._paths()[: -self.keep]:
                 old.unlink(missing_ok=True)
         except OSError as error:
             logger.warning(f"warning: cannot remove an old checkpoint: {error}")
 
-    def _link_best(self, path: Path) -> None:
+    def _link_best(self, path: Path, run: Run, before: float) -> None:
         partial = self.folder / "best.pt.partial"
         try:
             if not path.exists():  # it could not be written, and that was said
+                run.best_accuracy = before
                 return
             partial.unlink(missing_ok=True)
             try:
@@ -276,13 +281,15 @@ class Checkpoints:
                 shutil.copyfile(path, partial)
             partial.replace(self.folder / "best.pt")
         except OSError as error:
+            run.best_accuracy = before
             self._give_up(self.folder / "best.pt", partial, error)
 
-    def _give_up(self, path: Path, partial: Path, error: Exception) -> None:
+    def _give_up(self, path: Path, partial: Path, error: Exception) -> str:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        self.failure = f"cannot write {path}: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        logger.error(f"error: {self.failure}; training goes on, the checkpoints before it stay")
+        failure = f"cannot write {path}: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        logger.error(f"error: {failure}; training goes on, the checkpoints before it stay")
+        return failure
 
 
 def get_recipe(args: argparse.Namespace, data: Dataset) -> dict:
@@ -386,7 +393,7 @@ def commit() -> str:
 def training_mark() -> Path | None:
     """Return the file that tells job.sh that main.py takes signals now, and that to try again may help."""
     folder = os.environ.get("SLURM_TMPDIR")
-    return Path(folder) / "training" if folder else None
+    return Path(folder) / f"{os.environ.get('SLURM_JOB_ID', 'none')}.training" if folder else None
 
 
 def requeues_to_go(samples: int, rate: float) -> str:

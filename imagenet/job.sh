@@ -33,10 +33,10 @@ attend() {
 }
 # With all the CPUs that the job has there.
 on_each_node() { attend env -u SLURM_CPUS_PER_TASK srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none "$@"; }
-# Only this shell gets the warning before the time limit. main.py takes it on once it has made the file `training`: it
+# Only this shell gets the warning before the time limit. main.py takes it on once it has made a file `7.training`: it
 # saves and ends with status 75. Before that, there is nothing to save.
 warned() {
-    if [ -e "$SLURM_TMPDIR/training" ]; then signal=USR1; else signal=TERM warned=yes; fi
+    if [ -e "$SLURM_TMPDIR/$SLURM_JOB_ID.training" ]; then signal=USR1; else signal=TERM warned=yes; fi
     kill -s "$signal" "${child:-}" || exit 1 # where there is none, it is too late to begin with one
 }
 trap warned USR1
@@ -45,8 +45,8 @@ ranks_are_here() { [[ $(scontrol listpids "$SLURM_JOB_ID" 2> /dev/null) =~ $'\n'
 end() {
     trap '' USR1
     until scontrol ping > /dev/null; do echo "job.sh: waiting for Slurm's controller" >&2 && sleep 20; done
-    # An error that would come again makes `training` `failed`. --immediate: Slurm may not miss a node that is gone.
-    if [ "$1" != 0 ] && [ "${staged:-}" ] && [ -e "$SLURM_TMPDIR/training" ]; then
+    # An error that would come again makes it `7.failed`. --immediate: Slurm may not miss a node that is gone.
+    if [ "$1" != 0 ] && [ "${staged:-}" ] && [ -e "$SLURM_TMPDIR/$SLURM_JOB_ID.training" ]; then
         if on_each_node --overlap --immediate=30 bash -c may_pass || [ $? != 66 ]; then again=yes; fi
     fi
     # Three times: a controller that has just come back takes some seconds to find its nodes.
@@ -74,7 +74,7 @@ if [ -z "${SLURM_TMPDIR:-}" ]; then
     export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID OWN_TMPDIR=yes
 fi
 export DATA; DATA=$(realpath -ms "${DATA_DIR:-$SLURM_TMPDIR/data}") # this script may go elsewhere below
-IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -m "$IMAGENET_DIR")}
+IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -ms "$IMAGENET_DIR")}
 case " $* " in *" --synthetic "*) IMAGENET_DIR="" ;; esac # it needs no data
 stage() {
     mkdir -p "$SLURM_TMPDIR"
@@ -82,13 +82,13 @@ stage() {
         echo "job.sh: error: $SLURM_TMPDIR on $(hostname) is another user's: sbatch again" >&2
         exit 1
     fi
-    rm -f "$SLURM_TMPDIR/training" "$SLURM_TMPDIR/failed"
+    rm -f "$SLURM_TMPDIR/$SLURM_JOB_ID".{training,failed}
     [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --source "$IMAGENET_DIR" --data-dir "$DATA"
 }
-may_pass() { [ ! -e "$SLURM_TMPDIR/failed" ] || exit 66; }
+may_pass() { [ ! -e "$SLURM_TMPDIR/$SLURM_JOB_ID.failed" ] || exit 66; }
 clean_up() {
     [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --data-dir "$DATA" --release
-    [ -z "${OWN_TMPDIR:-}" ] || rm -rf "$SLURM_TMPDIR"
+    if [ "${OWN_TMPDIR:-}" ]; then rm -rf "$SLURM_TMPDIR"; else rm -f "$SLURM_TMPDIR/$SLURM_JOB_ID".{training,failed}; fi
 }
 export -f stage may_pass clean_up
 

@@ -123,6 +123,7 @@ def main() -> None:
     run = Run(model, optimizer, scheduler, recipe, global_batch_size)
     if saved:
         run.load_state_dict(saved)
+        del saved  # or it takes as much memory as the model, to the end
     train_loader, valid_loader = build_loaders(train_set, valid_set, run, args)
     monitor = Monitor(checkpoints.folder, device, args)
     checkpoint.catch_stop_signals()
@@ -143,8 +144,7 @@ def main() -> None:
         train_values = {"train/loss": train_loss, "train/accuracy": train_accuracy, "images/s": rate}
         monitor.log(run, train_values | {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy})
         if valid_accuracy > run.best_accuracy:
-            run.best_accuracy = valid_accuracy
-            checkpoints.mark_best(run.epoch, run.step)
+            checkpoints.mark_best(run, valid_accuracy)
         run.start_epoch(run.epoch + 1)
     checkpoints.finish()
     logger.info(f"Weights SHA-256 {checkpoint.digest(model.state_dict())}, commit {checkpoint.commit()}")
@@ -194,7 +194,7 @@ def setup_distributed(timeout: int) -> torch.device:
         fail(
             f"rank {rank} of {world_size} on {host}, with {gpu or 'no GPU'}, cannot join the others at "
             f"MASTER_ADDR={env['MASTER_ADDR']}, MASTER_PORT={env['MASTER_PORT']}, "
-            f"which must be rank 0's node and a free port there: {error}"
+            f"which must be rank 0's node and a free port there, unless NCCL complains: {error}"
         )
     return gpu or torch.device("cpu")
 
@@ -398,7 +398,7 @@ def fail(message: str, together: bool = False) -> NoReturn:
     """End this process with one line that says why; with all the others at once, rank 0 says it for them."""
     if mark := checkpoint.training_mark():  # job.sh need not try again
         with contextlib.suppress(FileNotFoundError):
-            mark.rename(mark.with_name("failed"))
+            mark.rename(mark.with_suffix(".failed"))
     if not together or dist.get_rank() == 0:
         sys.stderr.write(f"main.py: error: {message}\n")  # in one piece: other processes may write there, too
     if together:

@@ -488,7 +488,7 @@ class Monitor:
     """All of these for one run, as main.py uses them. The folder is that of the checkpoints."""
 
     def __init__(self, folder: Path, device: torch.device, args: argparse.Namespace):
-        self.device, self.waited, self.talk, self.gpu = device, 0.0, (0, time.perf_counter()), ""
+        self.device, self.waited, self.talk, self.gpu = device, 0.0, None, ""
         self.hangs, self.stopwatch = HangReporter(args.timeout), Stopwatch(device)
         self.profiler = Profiler(folder / "profile" if args.profile else None)
         mine = folder / "tensorboard" if dist.get_rank() == 0 else None
@@ -518,8 +518,9 @@ class Monitor:
 
     def pace(self, run: Run) -> float:
         """Return the seconds a step since this was last asked, or 0 if there was none."""
-        (last_step, then), self.talk = self.talk, (run.scheduler.last_epoch, time.perf_counter())
-        return (self.talk[1] - then) / steps if (steps := self.talk[0] - last_step) else 0.0
+        step, now = run.scheduler.last_epoch, time.perf_counter()
+        (last_step, then), self.talk = self.talk or (step, now), (step, now)
+        return (now - then) / (step - last_step) if step > last_step else 0.0
 
     def usage(self, seconds: float) -> str:
         """Return what the epoch line says of these seconds: ", 3% waiting for data" and the GPU's state."""

@@ -789,9 +789,14 @@ def lock(data_dir: Path, create: bool) -> Iterator[None]:
     """Let one process at a time work on a folder; the kernel ends its turn however it ends."""
     path, waiting = data_dir / "staging.lock", False
     while True:
-        if create:
-            make_private(data_dir)
-        file = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+        try:
+            if create:
+                make_private(data_dir)
+            file = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+        except FileNotFoundError:
+            if create and data_dir.absolute().parent.is_dir() and not os.path.lexists(data_dir):
+                continue  # another job has just removed it
+            raise
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -833,9 +838,9 @@ def register_job(data_dir: Path) -> None:
 
 
 def squeue(option: str) -> subprocess.CompletedProcess | None:
-    """Return what Slurm says of some jobs, a number a line, whatever SQUEUE_PARTITION and the like hide."""
+    """Return what Slurm says of some jobs, a number a line, whatever partitions and SQUEUE_USERS may hide."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
-    command = ["squeue", "--noheader", "--format=%A", option]
+    command = ["squeue", "--noheader", "--all", "--format=%A", option]
     try:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -1012,14 +1017,19 @@ class Pictures:
 
 def scan(folder: Path, split: str, classes: list[str]) -> np.ndarray:
     """Return the index of a tree of class folders."""
-    pictures = []
-    for class_name in classes:
+
+    def scan_class(class_name: str) -> list[Picture]:
+        pictures = []
         for path, _, names in os.walk(folder / class_name):
             for name in names:
                 if name.lower().endswith(PICTURE_NAMES) and not name.startswith("."):
                     file = f"{path}/{name}"
                     name = os.path.relpath(file, folder / class_name)
                     pictures.append(Picture(split, class_name, name, 0, os.path.getsize(file)))
+        return pictures
+
+    with ThreadPoolExecutor(32) as pool:  # a network disk answers slowly, but many at a time
+        pictures = [picture for found in pool.map(scan_class, classes) for picture in found]
     return make_index(pictures, classes, [folder])
 
 

@@ -141,7 +141,7 @@ def setup_distributed() -> torch.device:
         fail(
             f"rank {rank} of {world_size} on {host}, with {gpu or 'no GPU'}, cannot join the others at "
             f"MASTER_ADDR={env['MASTER_ADDR']}, MASTER_PORT={env['MASTER_PORT']}, "
-            f"which must be rank 0's node and a free port there: {error}"
+            f"which must be rank 0's node and a free port there, unless NCCL complains: {error}"
         )
     return gpu or torch.device("cpu")
 

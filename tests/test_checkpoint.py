@@ -308,7 +308,7 @@ def test_the_best_one_stays(tmp_path, rank0):
             checkpoints.save(run.state_dict())
             if epoch in (1, 2):
                 best = copy.deepcopy(run.state_dict())
-                checkpoints.mark_best(run.epoch, run.step)
+                checkpoints.mark_best(run, 0.5)
         checkpoints.finish()
     files = ["best.pt", "epoch-004-step-000007.pt", "epoch-005-step-000008.pt"]
     assert names(tmp_path) == files
@@ -319,12 +319,44 @@ def test_the_best_one_stays(tmp_path, rank0):
     assert model.load_state_dict(plain["model"]) == model.load_state_dict(best["model"])
 
 
+def mark_best(checkpoints, epoch: int, step: int) -> None:
+    checkpoints.mark_best(SimpleNamespace(epoch=epoch, step=step, best_accuracy=0.0), 0.5)
+
+
+def test_the_best_one_that_is_lost(tmp_path, rank0, caplog):
+    """What beats all that is on disk is the best, if not as good as one that could not be written."""
+    run, run.epoch, run.step = build_run(), 1, 1
+    with opened(tmp_path) as (checkpoints, _):
+        for epoch, accuracy in [(1, 0.5), (2, 0.7), (3, 0.6)]:
+            run.epoch = epoch
+            if accuracy != 0.7:
+                checkpoints.save(run.state_dict())
+            if accuracy > run.best_accuracy:
+                checkpoints.mark_best(run, accuracy)
+            checkpoints.finish()
+    assert run.best_accuracy == 0.6
+    assert (tmp_path / "best.pt").samefile(tmp_path / "epoch-003-step-000001.pt")
+
+
+def test_the_best_one_cannot_be_marked(tmp_path, rank0, caplog):
+    """An error says so; the checkpoint itself is on disk, and the training that it belongs to ends well."""
+    run, run.epoch, run.step = build_run(), 1, 1
+    (tmp_path / "best.pt").mkdir()
+    with opened(tmp_path) as (checkpoints, _):
+        checkpoints.save(run.state_dict())
+        checkpoints.mark_best(run, 0.5)
+        checkpoints.finish()
+    assert run.best_accuracy == 0.0
+    assert f"error: cannot write {tmp_path / 'best.pt'}: " in caplog.text
+    assert names(tmp_path) == ["best.pt", "epoch-001-step-000001.pt"]
+
+
 def test_the_best_one_is_there_once_on_disk(tmp_path, rank0):
     """Marking writes no bytes, and an unfinished one of before is no obstacle."""
     with opened(tmp_path) as (checkpoints, _):
         (tmp_path / "best.pt").write_text("an older one")
         checkpoints.save(draw(1, 1))
-        checkpoints.mark_best(1, 1)
+        mark_best(checkpoints, 1, 1)
         checkpoints.finish()
     assert (tmp_path / "best.pt").samefile(tmp_path / "epoch-001-step-000001.pt")
 
@@ -336,7 +368,7 @@ def test_an_unfinished_mark_is_not_written_through(tmp_path, rank0):
         checkpoints.finish()
         os.link(tmp_path / "epoch-001-step-000001.pt", tmp_path / "best.pt.partial")
         checkpoints.save(draw(1, 2))
-        checkpoints.mark_best(1, 2)
+        mark_best(checkpoints, 1, 2)
         checkpoints.finish()
     assert torch.load(tmp_path / "epoch-001-step-000001.pt", weights_only=True)["step"] == 1
     assert (tmp_path / "best.pt").samefile(tmp_path / "epoch-001-step-000002.pt")
@@ -815,7 +847,7 @@ def finish_on_full_disk(folder: Path) -> list[str]:
         try:
             checkpoints.load(RECIPE)
             checkpoints.save(draw(1, 1, kilobytes=2000))
-            checkpoints.mark_best(1, 1)  # which is not there: no second failure to hide the first
+            mark_best(checkpoints, 1, 1)  # which is not there: no second failure to hide the first
             checkpoints.finish()
         except checkpoint.RunError as error:
             told.append(str(error))
@@ -846,7 +878,7 @@ def finish_slowly(folder: Path) -> list[str]:
 
     checkpoints._write = write_slowly
     checkpoints.save(draw(1, 1))
-    checkpoints.mark_best(1, 1)
+    mark_best(checkpoints, 1, 1)
     dist.barrier()  # marking does not make rank 0 late
     assert time.monotonic() - start < 3
     checkpoints.save(draw(1, 2))  # which has to wait for the first one
@@ -881,7 +913,7 @@ def load_on_ranks(folder: Path) -> tuple:
     age = checkpoints.age()
     # Ranks other than 0 may call all this, and it does nothing.
     checkpoints.save(draw(1, 10 + dist.get_rank()))
-    checkpoints.mark_best(1, 10)
+    mark_best(checkpoints, 1, 10)
     checkpoints.finish()
     return state, age
 
@@ -1027,7 +1059,8 @@ def catch_signals(folder: Path) -> tuple:
             os.kill(os.getpid(), number)
         after[number.name] = checkpoint.stop_requested()
     # The file that tells job.sh that signals may be passed on.
-    return before, after, checkpoint.training_mark() == folder / "training" and (folder / "training").exists()
+    mark = folder / "none.training"
+    return before, after, checkpoint.training_mark() == mark and mark.exists()
 
 
 def test_workers_ignore_signals():

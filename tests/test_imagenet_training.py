@@ -104,7 +104,7 @@ class Training:
 
     def wait_for_signals(self) -> None:
         """Wait until the ranks take signals, as job.sh does."""
-        self.wait_for(lambda: (self.disk / "training").exists())
+        self.wait_for(lambda: (self.disk / "none.training").exists())
 
     @property
     def checkpoints(self) -> Path:
@@ -359,7 +359,7 @@ def test_loss_that_is_not_finite(tmp_path):
             line,
         )
         assert found, line
-        assert not (training.disk / "training").exists()
+        assert not (training.disk / "none.training").exists()
         assert not WEIGHTS_LINE.search(training.text())
         files = [name for name in names(training.checkpoints) if name.endswith(".pt")]
     for name in files:
@@ -981,10 +981,11 @@ def test_steps_hardly_talk(batch_size, tmp_path):
         assert long["evaluation"] == short["evaluation"] == []
 
 
-def agree_at_paces(folder: Path) -> list[int]:
+def agree_at_paces(folder: Path, done: int) -> list[int]:
     join_store()
     args = options(save_steps=1000)
     _, run, _, _, checkpoints, monitor = build(folder, ExactModel(), args, 8)
+    run.step = run.scheduler.last_epoch = done
     intervals = []
     # Seconds and steps since the last time, on rank 0; the others only wait for it.
     for seconds, steps in ((0, 0), (0.08, 40), (0.2, 20), (0.5, 1), (2.5, 1)):
@@ -1001,9 +1002,13 @@ def agree_at_paces(folder: Path) -> list[int]:
     return intervals
 
 
-def test_slow_steps_are_agreed_on_sooner(tmp_path):
-    """A signal leaves little time: ranks agree every 20 steps, or every 2 seconds, or when one is to save."""
-    first, second = run_ranks(2, agree_at_paces, tmp_path)
+@pytest.mark.parametrize("done", [0, 500])
+def test_slow_steps_are_agreed_on_sooner(tmp_path, done):
+    """A signal leaves little time: ranks agree every 20 steps, or every 2 seconds, or when one is to save.
+
+    So do those of a run that goes on: the steps of its start before tell nothing of how long one takes now.
+    """
+    first, second = run_ranks(2, agree_at_paces, tmp_path, done)
     assert first == second
     start, quick, quicker, slow, slowest, before_saving = first
     assert (start, quick, quicker, slowest) == (1, 20, 20, 1)

@@ -855,6 +855,30 @@ def test_release_while_another_waits(large, data_dir):
     check(large, data_dir, decoded=False)
 
 
+def test_one_comes_while_another_leaves(data_dir, monkeypatch):
+    """The folder may be removed between any two of its steps: then it makes it again."""
+    make_private, left = prepare_data.make_private, []
+
+    def make_private_once(path: Path) -> None:
+        make_private(path)
+        if not left:
+            left.append(path.rmdir())
+
+    monkeypatch.setattr(prepare_data, "make_private", make_private_once)
+    with prepare_data.lock(data_dir, create=True):
+        assert contents(data_dir) == {"staging.lock"}
+    assert left
+
+
+@pytest.mark.parametrize("name", ["data", "data/data"])
+def test_a_link_to_nowhere(imagenet, data_dir, name):
+    """Nobody has just removed that folder, and waiting for it would have no end."""
+    data_dir.parent.mkdir(parents=True, exist_ok=True)
+    (data_dir.parent / "data").symlink_to(data_dir.parent / "nowhere" / "data")
+    output = run(imagenet.source, data_dir.parent / name, exit_code=1)
+    assert "No such file or directory" in output and "Traceback" not in output, output
+
+
 def test_results_do_not_pile_up():
     """Where the disk is slower than the workers, they wait for it: memory would not hold what they resize."""
     drawn = []

@@ -220,7 +220,7 @@ def test_folder_of_someone_else(user, tmp_path, made, folder):
     if made == "folder":
         user.run([*node1, "install", "-d", "-m", "777", "-o", "nobody", path])
     else:
-        (own / "training").touch()  # as a run of the user leaves one: job.sh must not go by it
+        (own / f"{job}.training").touch()  # as a run of the user leaves one: job.sh must not go by it
         user.run([*node1, "ln", "-s", own, path])
         user.run([*node1, "chown", "-h", "nobody", path])
     assert user.run(["scontrol", "release", job]).exit_code == 0
@@ -229,4 +229,4 @@ def test_folder_of_someone_else(user, tmp_path, made, folder):
     there = "is another user's: sbatch again"
     assert errors(result.output) == [f"job.sh: error: {path} on node1 {there}"], result
     assert "World size" not in result.output, result
-    assert [file.name for file in own.iterdir()] == (["training"] if made == "link" else [])
+    assert [file.name for file in own.iterdir()] == ([f"{job}.training"] if made == "link" else [])

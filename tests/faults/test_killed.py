@@ -100,7 +100,7 @@ def test_always_killed(user):
     for requeues in range(1, 5):
         user.until(job, rf"(^World size(.|\n)*){{{requeues}}}")
         for node in ("node1", "node2"):
-            begun = [*user.cluster.namespaces(node), "test", "-e", f"/tmp/slurm-job-{job}/training"]
+            begun = [*user.cluster.namespaces(node), "test", "-e", f"/tmp/slurm-job-{job}/{job}.training"]
             user.until_found(job, lambda begun=begun: user.run(begun).exit_code == 0, "training", 60, 0.001)
         assert user.kill("node2", "main.py") == 0
         user.until(job, f"^Job .* requeued {requeues} times$")
