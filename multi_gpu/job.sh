@@ -52,5 +52,6 @@ uv sync --locked --inexact # another job may need more than this one
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give the job --cpus-per-task} OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
 export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
+export TORCH_DIST_USE_NCCL2=0 # the new way to NCCL, of PyTorch 2.15, lets backward() wait for each all-reduce
 # TMPDIR: what killed processes leave there is removed, too.
 TMPDIR=$SLURM_TMPDIR srun --kill-on-bad-exit=1 uv run --no-sync python main.py "$@"

@@ -53,6 +53,7 @@ export MASTER_ADDR MASTER_PORT
 uv sync --locked --inexact # another job may need more than this one
 export PYTHONFAULTHANDLER=1 # a crash prints where Python was
 export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
+export TORCH_DIST_USE_NCCL2=0 # the new way to NCCL, of PyTorch 2.15, lets backward() wait for each all-reduce
 # One torchrun a node starts a process for each GPU of the job there. The nodes may differ: look when on the node.
 launch() {
     local gpus=${SLURM_GPUS_ON_NODE:-1}

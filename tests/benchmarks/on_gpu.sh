@@ -20,6 +20,7 @@ export PYTHONPATH
 cd "$(dirname "$0")/../.."
 # The examples would take an allocation's numbers for their own.
 while read -r name; do unset "$name"; done < <(compgen -v SLURM_)
+export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0} # as job.sh
 if [ -n "${PYTHON:-}" ]; then python=("$PYTHON"); else uv sync --locked && python=(.venv/bin/python); fi
 gpus=$("${python[@]}" -c "import torch; print(torch.cuda.device_count())")
 [ "$gpus" != 0 ] || { echo "on_gpu.sh: error: PyTorch sees no GPU: nvidia-smi may say why" >&2 && exit 1; }
@@ -51,7 +52,7 @@ nccl() {
         run nccl-all "${torchrun[@]}" multi_gpu/main.py --synthetic --epochs 2
         run nccl-imagenet-all "${torchrun[@]}" imagenet/main.py --synthetic --epochs 1 --batch-size 16 --profile \
             --sync-batchnorm --checkpoint-dir "$out/nccl-all"
-        for engine in 1 0; do # PyTorch 2.15's way to NCCL, and the one before: how much of all-reduce does each hide?
+        for engine in 1 0; do # PyTorch 2.15's new way to NCCL, and the old one: how much of all-reduce does each hide?
             TORCH_DIST_USE_NCCL2=$engine run "nccl-hidden-$engine" "${torchrun[@]}" imagenet/main.py --synthetic \
                 --limit-train-samples $((12800 * gpus)) --epochs 1 --profile --checkpoint-dir "$out/nccl-hidden-$engine"
         done
