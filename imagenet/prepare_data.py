@@ -787,14 +787,15 @@ def follow(results: Iterable, amounts: list[int], unit: str, start: float) -> It
 @contextlib.contextmanager
 def lock(data_dir: Path, create: bool) -> Iterator[None]:
     """Let one process at a time work on a folder; the kernel ends its turn however it ends."""
-    path, waiting = data_dir / "staging.lock", False
+    path, waiting, missed = data_dir / "staging.lock", False, 0
     while True:
         try:
             if create:
                 make_private(data_dir)
             file = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
         except FileNotFoundError:
-            if create and data_dir.absolute().parent.is_dir() and not os.path.lexists(data_dir):
+            missed += 1
+            if create and missed < 100:
                 continue  # another job has just removed it
             raise
         try:

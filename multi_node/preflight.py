@@ -17,6 +17,7 @@ from pathlib import Path
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # c10d takes pages for what is said here in a line
 os.environ.setdefault("NCCL_DEBUG", "WARN")  # or NCCL does not say what is wrong
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # as in job.sh
 
 import torch
 import torch.distributed as dist
