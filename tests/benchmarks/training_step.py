@@ -9,6 +9,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,9 @@ def main() -> None:
     args = parse_args()
     if "RANK" not in os.environ:  # start the ranks: this script, as torchrun would start it
         torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}", "--standalone"]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        sys.exit(subprocess.run([sys.executable, *torchrun, *sys.argv], env=env).returncode)
+        with tempfile.TemporaryDirectory() as folder:  # torchrun leaves one there
+            env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": folder}
+            sys.exit(subprocess.run([sys.executable, *torchrun, *sys.argv], env=env).returncode)
     example = load_example("multi_gpu")
     device = example.setup_distributed()
     steps = take_turns(build_steps(example, device, args), args.rounds)
