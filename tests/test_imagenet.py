@@ -120,6 +120,22 @@ def test_array(user):
     assert user.run([*node1, "ls", shared]).exit_code != 0
 
 
+def test_two_jobs_in_one_folder(user):
+    """Where SLURM_TMPDIR is the same for all jobs of a node, they leave each other's marks alone."""
+    flags, disk = [*TWO, "--nodes=1", "--nodelist=node1"], "/tmp/one for all"
+    job = user.train("--epochs=200", flags=flags, SLURM_TMPDIR=disk)
+    user.until(job, r"^Epoch 1: ")
+    weights(user.wait(user.train("--epochs=1", flags=flags, SLURM_TMPDIR=disk)))
+    user.warn(job)
+    user.until(job, r"^job.sh: status 75: to be requeued$")
+    result = user.cancel(job)
+    assert re.search(r"^Asked to stop: saved step \d+ of epoch \d+", result.output, re.MULTILINE), result
+    node1 = user.cluster.namespaces("node1")
+    left = user.run([*node1, "find", disk, "-name", "data", "-or", "-name", "*.training"])
+    user.run([*node1, "rm", "-r", disk])
+    assert (left.exit_code, left.output) == (0, ""), left
+
+
 def test_torchrun_elastic(user, tmp_path):
     """A node is lost and comes back: the other one goes on alone meanwhile, from the newest checkpoint."""
     elastic = "--nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=1".split()
