@@ -23,17 +23,28 @@ OTHERS = [
     "fault_matrix",
     "scaling",
 ]
-PAGES = [*(f"{name}/README" for name in EXAMPLES), *(f"docs/{name}" for name in OTHERS), "CONTRIBUTING"]
+PAGES = [
+    *(f"{name}/README" for name in EXAMPLES),
+    *(f"docs/{name}" for name in OTHERS),
+    "CONTRIBUTING",
+]
 TOCTREE = "\n.. toctree::\n   :hidden:\n\n" + "".join(f"   {page}\n" for page in PAGES)
 # (old file, new file) of every diff in the README files, in the order of the ladder.
 DIFFS = [
     names
     for example in EXAMPLES
-    for names in re.findall(r"^   diff (\S+) (\S+)$", (ROOT / example / "README.rst").read_text(), re.M)
+    for names in re.findall(
+        r"^   diff (\S+) (\S+)$", (ROOT / example / "README.rst").read_text(), re.M
+    )
 ]
 
 include_patterns = ["*.rst", "*/README.rst", "docs/*.rst"]
-exclude_patterns = [".*", "data", "*/data", "site"]  # not to look for pages in there takes time
+exclude_patterns = [
+    ".*",
+    "data",
+    "*/data",
+    "site",
+]  # not to look for pages in there takes time
 highlight_language = "none"  # of blocks that say none, as on GitHub
 smartquotes = False
 
@@ -79,10 +90,16 @@ def adapt(app, doctree: nodes.document, page: str) -> None:
         if found and found.groups() in DIFFS:
             target = app.builder.get_relative_uri(page, f"diff/{found[2]}")
             link = nodes.reference("", "Side by side", refuri=target, internal=True)
-            block.parent.insert(block.parent.index(block), nodes.paragraph("", "", link))
+            block.parent.insert(
+                block.parent.index(block), nodes.paragraph("", "", link)
+            )
 
 
 def diff_pages(app):
     for old, new in DIFFS:
         rows = side_by_side.rows(ROOT / old, ROOT / new)
-        yield f"diff/{new}", {"title": f"{old} and {new}", "old": old, "new": new, "rows": rows}, "diff.html"
+        yield (
+            f"diff/{new}",
+            {"title": f"{old} and {new}", "old": old, "new": new, "rows": rows},
+            "diff.html",
+        )

@@ -30,7 +30,10 @@ def draw_cifar10() -> str:
     top, numbers_y = 98, 254
     stages = [
         Stage(
-            "disk", "pictures", ("all of them, moved", "there once, as bytes"), ("uint8", "45000, 3, 32, 32")
+            "disk",
+            "pictures",
+            ("all of them, moved", "there once, as bytes"),
+            ("uint8", "45000, 3, 32, 32"),
         ),
         Stage(
             "gpu",
@@ -38,9 +41,24 @@ def draw_cifar10() -> str:
             ("padded, and mirrored;", "a view of all crops"),
             ("uint8", "45000, 2, 40, 40, 3"),
         ),
-        Stage("gpu", "choose", ("one indexing operation", "a batch"), ("uint8", "256, 3, 32, 32")),
-        Stage("gpu", "normalize", ("mean 0, deviation 1,", "channels_last"), ("float32", "256, 3, 32, 32")),
-        Stage("gpu", "model", ("in bfloat16, where", "autocast allows it"), ("logits", "256, 10")),
+        Stage(
+            "gpu",
+            "choose",
+            ("one indexing operation", "a batch"),
+            ("uint8", "256, 3, 32, 32"),
+        ),
+        Stage(
+            "gpu",
+            "normalize",
+            ("mean 0, deviation 1,", "channels_last"),
+            ("float32", "256, 3, 32, 32"),
+        ),
+        Stage(
+            "gpu",
+            "model",
+            ("in bfloat16, where", "autocast allows it"),
+            ("logits", "256, 10"),
+        ),
     ]
     middle = LEFT + 2 * STEP + STAGE_WIDTH / 2
     shapes = [
@@ -49,9 +67,17 @@ def draw_cifar10() -> str:
         *draw_row(stages, 0, top),
         box("address", LEFT + STEP, numbers_y, 2 * STEP + STAGE_WIDTH, 62),
         text(
-            "center", middle, numbers_y + 25, "draw_epoch, on the CPU, once an epoch: order, flip, top, left"
+            "center",
+            middle,
+            numbers_y + 25,
+            "draw_epoch, on the CPU, once an epoch: order, flip, top, left",
         ),
-        text("small center", middle, numbers_y + 47, "they follow from seed, epoch and sample alone"),
+        text(
+            "small center",
+            middle,
+            numbers_y + 47,
+            "they follow from seed, epoch and sample alone",
+        ),
         arrow("address", middle, numbers_y, top + STAGE_HEIGHT),
     ]
     return picture(336, "The path of a batch in single_gpu", *shapes)
@@ -68,9 +94,17 @@ def draw_imagenet() -> str:
             ("JPEGs", "one after another"),
         ),
         Stage(
-            "task", "read", ("os.preadv, at the offset", "that the index has"), ("JPEG", "a picture's bytes")
+            "task",
+            "read",
+            ("os.preadv, at the offset", "that the index has"),
+            ("JPEG", "a picture's bytes"),
         ),
-        Stage("task", "decode", ("torchvision's", "decode_image"), ("uint8", "3, height, width")),
+        Stage(
+            "task",
+            "decode",
+            ("torchvision's", "decode_image"),
+            ("uint8", "3, height, width"),
+        ),
         Stage(
             "task",
             "crop, resize, flip",
@@ -97,8 +131,18 @@ def draw_imagenet() -> str:
             ("the CPU does not wait", "for it (non_blocking)"),
             ("uint8", "256, 3, 224, 224"),
         ),
-        Stage("gpu", "normalize", ("mean 0, deviation 1,", "channels_last"), ("float32", "256, 3, 224, 224")),
-        Stage("gpu", "model", ("in bfloat16, where", "autocast allows it"), ("logits", "256, 1000")),
+        Stage(
+            "gpu",
+            "normalize",
+            ("mean 0, deviation 1,", "channels_last"),
+            ("float32", "256, 3, 224, 224"),
+        ),
+        Stage(
+            "gpu",
+            "model",
+            ("in bfloat16, where", "autocast allows it"),
+            ("logits", "256, 1000"),
+        ),
     ]
     end_x, start_x = (LEFT + slot * STEP + STAGE_WIDTH / 2 for slot in (4, 1))
     between = tops[0] + STAGE_HEIGHT + 28
@@ -129,14 +173,21 @@ def draw_row(stages: list[Stage], slot: int, y: int) -> list[str]:
         center = x + STAGE_WIDTH / 2
         shapes += [
             box(stage.kind, x, y, STAGE_WIDTH, STAGE_HEIGHT),
-            text("center", center, y + 24, f'<tspan font-weight="bold">{stage.name}</tspan>'),
+            text(
+                "center",
+                center,
+                y + 24,
+                f'<tspan font-weight="bold">{stage.name}</tspan>',
+            ),
             text("small center", center, y + 46, stage.words[0]),
             text("small center", center, y + 62, stage.words[1]),
             text("small center", center, y + 86, stage.result[0]),
             text("small name center", center, y + 102, stage.result[1]),
         ]
         if i > slot:
-            shapes.append(arrow_right("task", x - STEP + STAGE_WIDTH, x, y + STAGE_HEIGHT / 2))
+            shapes.append(
+                arrow_right("task", x - STEP + STAGE_WIDTH, x, y + STAGE_HEIGHT / 2)
+            )
     return shapes
 
 

@@ -22,13 +22,17 @@ TEST = re.compile(r"Test loss \S+ accuracy ([\d.]+)%")
 LEFT, RIGHT, HEIGHT, TOPS = 84, WIDTH - 40, 190, (92, 366)
 LOG = Path(__file__).with_name("curves.out")
 PICTURES = {
-    "curves.svg": lambda: draw(LOG.read_text(encoding="utf-8"), "A ShuffleNet on CIFAR-10's pictures")
+    "curves.svg": lambda: draw(
+        LOG.read_text(encoding="utf-8"), "A ShuffleNet on CIFAR-10's pictures"
+    )
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("log", nargs="?", type=Path, help="slurm-N.out of any of the examples")
+    parser.add_argument(
+        "log", nargs="?", type=Path, help="slurm-N.out of any of the examples"
+    )
     parser.add_argument("picture", nargs="?", type=Path, help="SVG to write")
     args = parser.parse_args()
     if args.log is None:
@@ -42,7 +46,9 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"draw_curves.py: error: {error}: name the slurm-NUMBER.out of a job")
     if not EPOCH.search(log):
-        sys.exit(f"draw_curves.py: error: {args.log} has no line of an epoch: did the job train?")
+        sys.exit(
+            f"draw_curves.py: error: {args.log} has no line of an epoch: did the job train?"
+        )
     args.picture.write_text(draw(log, args.log.name), encoding="utf-8")
 
 
@@ -51,7 +57,9 @@ def draw(log: str, name: str) -> str:
     epochs: dict[int, list[float]] = {}
     for epoch, *values in EPOCH.findall(log):
         epochs.setdefault(int(epoch), [float(value) for value in values])
-    train, valid, rate = ({epoch: values[i] for epoch, values in epochs.items()} for i in range(3))
+    train, valid, rate = (
+        {epoch: values[i] for epoch, values in epochs.items()} for i in range(3)
+    )
     # A job that was stopped between the end of an epoch and its line has trained nothing since its start.
     rate = {epoch: value for epoch, value in rate.items() if value}
     accuracies = [("gpu", "train", train), ("task", "valid", valid)]
@@ -66,9 +74,13 @@ def draw(log: str, name: str) -> str:
     )
 
 
-def plot(top: int, title: str, curves: list[tuple[str, str, dict]], epochs, lowest: float) -> list[str]:
+def plot(
+    top: int, title: str, curves: list[tuple[str, str, dict]], epochs, lowest: float
+) -> list[str]:
     """Return a plot of curves, each with a kind, a name and values by epoch; the last value stands above."""
-    highest = max((value for _, _, curve in curves for value in curve.values()), default=1.0)
+    highest = max(
+        (value for _, _, curve in curves for value in curve.values()), default=1.0
+    )
     y_ticks = ticks(lowest, highest)
     first, last = min(epochs), max(epochs)
 
@@ -90,14 +102,30 @@ def plot(top: int, title: str, curves: list[tuple[str, str, dict]], epochs, lowe
         ]
     for tick in ticks(first, last):
         if first <= tick <= last and tick == int(tick):
-            shapes.append(text("small center", place(tick, lowest)[0], top + HEIGHT + 28, f"{tick:g}"))
+            shapes.append(
+                text(
+                    "small center",
+                    place(tick, lowest)[0],
+                    top + HEIGHT + 28,
+                    f"{tick:g}",
+                )
+            )
     for number, (kind, name, curve) in enumerate(curves):
-        points = [(epoch, value, *place(epoch, value)) for epoch, value in sorted(curve.items())]
+        points = [
+            (epoch, value, *place(epoch, value))
+            for epoch, value in sorted(curve.items())
+        ]
         if points:
             legend_x = RIGHT - 110 * (len(curves) - number - 1)
             shapes += [
-                path(f"{kind} line", "M" + " L".join(f"{x:.1f} {y:.1f}" for *_, x, y in points)),
-                *(circle(kind, x, y, f"{name}, epoch {epoch}: {value:g}") for epoch, value, x, y in points),
+                path(
+                    f"{kind} line",
+                    "M" + " L".join(f"{x:.1f} {y:.1f}" for *_, x, y in points),
+                ),
+                *(
+                    circle(kind, x, y, f"{name}, epoch {epoch}: {value:g}")
+                    for epoch, value, x, y in points
+                ),
                 text("small right", legend_x, top - 18, f"{name} {points[-1][1]:g}"),
                 circle(kind, legend_x + 8, top - 22, name, radius=5),
             ]
@@ -108,8 +136,13 @@ def ticks(low: float, high: float) -> list[float]:
     """Return four to eight round numbers, from no more than `low` to no less than `high`."""
     span = high - low or 1
     power = 10 ** math.floor(math.log10(span / 4))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= span / 5)
-    return [step * i for i in range(math.floor(low / step), max(math.ceil(high / step), 1) + 1)]
+    step = next(
+        power * factor for factor in (1, 2, 5, 10) if power * factor >= span / 5
+    )
+    return [
+        step * i
+        for i in range(math.floor(low / step), max(math.ceil(high / step), 1) + 1)
+    ]
 
 
 def circle(kind: str, x: float, y: float, words: str, radius: int = 3) -> str:

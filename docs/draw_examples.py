@@ -33,24 +33,40 @@ def draw_example(example: str) -> str:
     """Return the picture of an example as SVG."""
     job = (ROOT / example / "job.sh").read_text(encoding="utf-8")
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", job, re.M))
-    nodes, tasks, gpus = (int(options[name]) for name in ("nodes", "ntasks-per-node", "gpus-per-node"))
+    nodes, tasks, gpus = (
+        int(options[name]) for name in ("nodes", "ntasks-per-node", "gpus-per-node")
+    )
     assert nodes <= len(HOSTS) and tasks == gpus, "the picture has a GPU for each task"
     words = f"--nodes={nodes} --ntasks-per-node={tasks} --gpus-per-node={gpus}"
     shapes = [text("name", 24, 60, f"sbatch {words}")]
     distributed, width = nodes * tasks > 1, 36 + nodes * NODE_STEP
     node_y = 122 if distributed else 76
-    bar_y, left, right = node_y + NODE_HEIGHT + 16, tasks_x(0), tasks_x(nodes - 1) + TASKS_WIDTH
+    bar_y, left, right = (
+        node_y + NODE_HEIGHT + 16,
+        tasks_x(0),
+        tasks_x(nodes - 1) + TASKS_WIDTH,
+    )
     for node in range(nodes):
         shapes += draw_node(
-            node, node_y, tasks, f"{options['cpus-per-task']} workers" * (example == "imagenet")
+            node,
+            node_y,
+            tasks,
+            f"{options['cpus-per-task']} workers" * (example == "imagenet"),
         )
     height = node_y + NODE_HEIGHT + 24
     if distributed:
         address = "the first node" if nodes > 1 else "127.0.0.1"
         shapes += [
             box("address", left, 76, right - left, 28),
-            text("small center", (left + right) / 2, 94, f"MASTER_ADDR: {address}, where all ranks meet"),
-            arrow("address", task_x(0, 0, tasks) + task_width(tasks) / 2, 104, node_y + 40),
+            text(
+                "small center",
+                (left + right) / 2,
+                94,
+                f"MASTER_ADDR: {address}, where all ranks meet",
+            ),
+            arrow(
+                "address", task_x(0, 0, tasks) + task_width(tasks) / 2, 104, node_y + 40
+            ),
             box("gpu", left, bar_y, right - left, 28),
             text(
                 "small center",
@@ -71,10 +87,16 @@ def draw_example(example: str) -> str:
                 "shared disk: the archives, copied once to each node, and the checkpoints that rank 0 writes",
             ),
         ]
-        shapes += [arrow("disk", disk_x(n) + DISK_WIDTH / 2, shared_y, node_y + 136) for n in range(nodes)]
+        shapes += [
+            arrow("disk", disk_x(n) + DISK_WIDTH / 2, shared_y, node_y + 136)
+            for n in range(nodes)
+        ]
         x = left - 5
         shapes.append(
-            path("task line", f"M{left} {node_y + 60} H{x} V{shared_y - 2} {arrow_head(x, shared_y - 2, 1)}")
+            path(
+                "task line",
+                f"M{left} {node_y + 60} H{x} V{shared_y - 2} {arrow_head(x, shared_y - 2, 1)}",
+            )
         )
         height = shared_y + 36 + 20
     return picture(height, EXAMPLES[example], *shapes, width=width)
@@ -113,10 +135,17 @@ def draw_node(node: int, y: int, tasks: int, workers: str) -> list[str]:
             text("small center", center, y + 79, lines[1]),
             arrow("task", center, y + 88, y + 106),
             box("gpu", left, y + 106, width, 30),
-            text("small name center", center, y + 125, "GPU cuda" if alone else f"GPU cuda:{local_rank}"),
+            text(
+                "small name center",
+                center,
+                y + 125,
+                "GPU cuda" if alone else f"GPU cuda:{local_rank}",
+            ),
         ]
         if not alone:
-            shapes.append(arrow("gpu", center, y + 136, y + NODE_HEIGHT + 16, both_ends=True))
+            shapes.append(
+                arrow("gpu", center, y + 136, y + NODE_HEIGHT + 16, both_ends=True)
+            )
     return shapes
 
 
@@ -136,7 +165,9 @@ def task_x(node: int, local_rank: int, tasks: int) -> float:
     return tasks_x(node) + local_rank * (task_width(tasks) + GAP)
 
 
-PICTURES = {f"{example}.svg": functools.partial(draw_example, example) for example in EXAMPLES}
+PICTURES = {
+    f"{example}.svg": functools.partial(draw_example, example) for example in EXAMPLES
+}
 
 if __name__ == "__main__":
     main()

@@ -65,7 +65,9 @@ def draw_staging() -> str:
         text("small center", 258, top + step + 140, "once"),
     ]
     return picture(
-        top + step + height + 24, "Staging: each node copies the archives, and extracts nothing", *shapes
+        top + step + height + 24,
+        "Staging: each node copies the archives, and extracts nothing",
+        *shapes,
     )
 
 
@@ -90,7 +92,10 @@ def draw_staged_node(host: str, y: int) -> list[str]:
         text("small right", 640, bar_y - 7, "as it was, picture after picture"),
     ]
     shapes += [
-        path("address" if i == read else "node", f"M{x:g} {bar_y:g} h{pieces[i]} v34 h{-pieces[i]} z")
+        path(
+            "address" if i == read else "node",
+            f"M{x:g} {bar_y:g} h{pieces[i]} v34 h{-pieces[i]} z",
+        )
         for i, x in enumerate(piece_x)
     ]
     shapes += [
@@ -128,7 +133,10 @@ def draw_checkpoints() -> str:
         text("right", 106, 171, "of rank 0:"),
     ]
     for i, (x, width) in enumerate(steps[:at] + steps[at + 2 :]):
-        shapes += [box("task", x, 72, width, 34), text("small center", x + width / 2, 93, f"{397 + i}")]
+        shapes += [
+            box("task", x, 72, width, 34),
+            text("small center", x + width / 2, 93, f"{397 + i}"),
+        ]
     copy_x = steps[at][0]
     shapes += [
         box("address", copy_x, 72, 88, 34),
@@ -142,7 +150,10 @@ def draw_checkpoints() -> str:
         (copy_x + 420, 166, "remove the oldest"),
     ]
     for x, width, words in stages:
-        shapes += [box("gpu", x, 140, width, 40), text("center", x + width / 2, 165, words)]
+        shapes += [
+            box("gpu", x, 140, width, 40),
+            text("center", x + width / 2, 165, words),
+        ]
     folder_y = 216
     files = [
         ("gpu", "epoch-002-step-000400.pt", "the newest"),
@@ -152,7 +163,12 @@ def draw_checkpoints() -> str:
     ]
     shapes += [
         box("node", 24, folder_y, 452, 196),
-        text("", 40, folder_y + 26, 'the run\'s folder: <tspan class="name">--checkpoint-dir</tspan>'),
+        text(
+            "",
+            40,
+            folder_y + 26,
+            'the run\'s folder: <tspan class="name">--checkpoint-dir</tspan>',
+        ),
         path(
             "gpu line",
             f"M{copy_x + 366} 180 V198 H250 V{folder_y - 2} {arrow_head(250, folder_y - 2, 1)}",
@@ -169,7 +185,12 @@ def draw_checkpoints() -> str:
         box("node", 520, folder_y, 416, 196),
         text("", 536, folder_y + 26, "the next start, on all ranks"),
         box("task", 536, folder_y + 40, 384, 38),
-        text("small center", 728, folder_y + 63, "rank 0 reads the newest: whole, and its SHA-256 right?"),
+        text(
+            "small center",
+            728,
+            folder_y + 63,
+            "rank 0 reads the newest: whole, and its SHA-256 right?",
+        ),
         arrow("address", 610, folder_y + 78, folder_y + 112),
         text("small", 620, folder_y + 100, "no"),
         box("address", 536, folder_y + 112, 184, 68),
@@ -184,7 +205,9 @@ def draw_checkpoints() -> str:
         text("small center", 832, folder_y + 167, "same weights, bit for bit"),
         arrow_right("task", 476, 520, folder_y + 59),
     ]
-    return picture(436, "Checkpoints: written beside the training, whole or not at all", *shapes)
+    return picture(
+        436, "Checkpoints: written beside the training, whole or not at all", *shapes
+    )
 
 
 def draw_requeue() -> str:
@@ -210,13 +233,26 @@ def draw_requeue() -> str:
         shapes.append(text("name right", 102, y + 23, name))
     for name, x, width, kind, words in bars:
         y = lanes[name]
-        shapes += [box(kind, x, y, width, 36), text("small center", x + width / 2, y + 23, words)]
+        shapes += [
+            box(kind, x, y, width, 36),
+            text("small center", x + width / 2, y + 23, words),
+        ]
     signal, end, limit, resume = 430, 550, 642, lanes["main.py"]
     shapes += [
         arrow("address", signal, lanes["Slurm"] + 36, lanes["job.sh"]),
-        text("small right", signal - 8, lanes["Slurm"] + 66, "USR1, 180 s before the limit"),
+        text(
+            "small right",
+            signal - 8,
+            lanes["Slurm"] + 66,
+            "USR1, 180 s before the limit",
+        ),
         arrow("address", signal, lanes["job.sh"] + 36, lanes["main.py"]),
-        text("small right", signal - 8, lanes["job.sh"] + 66, "USR1 to srun, and on to every rank"),
+        text(
+            "small right",
+            signal - 8,
+            lanes["job.sh"] + 66,
+            "USR1 to srun, and on to every rank",
+        ),
         arrow("task", end, lanes["main.py"], lanes["job.sh"] + 36),
         text("small", end + 8, lanes["job.sh"] + 66, "status 75"),
         arrow("task", 608, lanes["job.sh"], lanes["Slurm"] + 36),

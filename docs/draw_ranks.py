@@ -55,7 +55,12 @@ def draw() -> str:
     """Return the picture as SVG."""
     shapes = [
         box("page", 0.5, 0.5, WIDTH - 1, HEIGHT - 1),
-        text("title", 24, 36, f"{len(HOSTS)} nodes, {TASKS_PER_NODE} tasks on each, a GPU for each task"),
+        text(
+            "title",
+            24,
+            36,
+            f"{len(HOSTS)} nodes, {TASKS_PER_NODE} tasks on each, a GPU for each task",
+        ),
         text("name right", WIDTH - 24, 36, f"SLURM_NTASKS = WORLD_SIZE = {WORLD_SIZE}"),
         *draw_node(0),
         *draw_node(1),
@@ -66,7 +71,9 @@ def draw() -> str:
             ADDRESS_Y + 22,
             f'<tspan class="name">MASTER_ADDR = {HOSTS[0]}</tspan>, the host of rank 0, where all ranks meet',
         ),
-        arrow("address", TASK_X + TASK_WIDTH / 2, ADDRESS_Y + ADDRESS_HEIGHT, TASK_Y[0]),
+        arrow(
+            "address", TASK_X + TASK_WIDTH / 2, ADDRESS_Y + ADDRESS_HEIGHT, TASK_Y[0]
+        ),
         box("gpu", TASK_X, ALL_REDUCE_Y, TASKS_WIDTH, ALL_REDUCE_HEIGHT),
         text(
             "center",
@@ -98,7 +105,10 @@ def draw_node(node: int) -> list[str]:
         text("name right", TASK_X - 12, task_y + 80, "SLURM_LOCALID ="),
         text("right", TASK_X - 12, gpu_y + 23, "its device:"),
         # It passes behind the tasks, which all read the disk.
-        path("disk line", f"M{TASK_X + TASK_WIDTH:g} {task_y + TASK_HEIGHT / 2:g} H{DISK_X:g}"),
+        path(
+            "disk line",
+            f"M{TASK_X + TASK_WIDTH:g} {task_y + TASK_HEIGHT / 2:g} H{DISK_X:g}",
+        ),
         *draw_disk(DISK_X, task_y + (TASK_HEIGHT - DISK_HEIGHT) / 2),
     ]
     for local_rank in range(TASKS_PER_NODE):
@@ -115,10 +125,20 @@ def draw_node(node: int) -> list[str]:
         ]
         if node == 0:
             shapes.append(arrow("task", center, task_y + TASK_HEIGHT, gpu_y))
-            shapes.append(arrow("gpu", center, gpu_y + GPU_HEIGHT, ALL_REDUCE_Y, both_ends=True))
+            shapes.append(
+                arrow("gpu", center, gpu_y + GPU_HEIGHT, ALL_REDUCE_Y, both_ends=True)
+            )
         else:
             shapes.append(arrow("task", center, task_y, gpu_y + GPU_HEIGHT))
-            shapes.append(arrow("gpu", center, gpu_y, ALL_REDUCE_Y + ALL_REDUCE_HEIGHT, both_ends=True))
+            shapes.append(
+                arrow(
+                    "gpu",
+                    center,
+                    gpu_y,
+                    ALL_REDUCE_Y + ALL_REDUCE_HEIGHT,
+                    both_ends=True,
+                )
+            )
     return shapes
 
 
@@ -128,7 +148,9 @@ def draw_disk(x: float, y: float) -> list[str]:
     start = f"M{x:g} {y + 10:g}"
     center = x + DISK_WIDTH / 2
     return [
-        path("disk", f"{start} {arc} 1 {DISK_WIDTH} 0 v{side} {arc} 1 {-DISK_WIDTH} 0 z"),
+        path(
+            "disk", f"{start} {arc} 1 {DISK_WIDTH} 0 v{side} {arc} 1 {-DISK_WIDTH} 0 z"
+        ),
         path("disk line", f"{start} {arc} 0 {DISK_WIDTH} 0"),
         text("center", center, y + 41, "node's disk"),
         text("name center", center, y + 62, "SLURM_TMPDIR"),
@@ -148,7 +170,9 @@ def path(kind: str, commands: str) -> str:
     return f'<path class="{kind}" d="{commands}"/>'
 
 
-def arrow(kind: str, x: float, start_y: float, end_y: float, both_ends: bool = False) -> str:
+def arrow(
+    kind: str, x: float, start_y: float, end_y: float, both_ends: bool = False
+) -> str:
     """Return a vertical arrow, which stays 2 pixels off what it joins."""
     down = 1 if start_y < end_y else -1
     start_y, end_y = start_y + 2 * down, end_y - 2 * down

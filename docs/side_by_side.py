@@ -31,12 +31,18 @@ class Cell(NamedTuple):
 def rows(old_path: Path, new_path: Path) -> list[tuple[Cell, Cell]]:
     """Return all lines of both files, those that belong together in one row."""
     old, new = iter(read(old_path)), iter(read(new_path))
-    texts = [path.read_text(encoding="utf-8").splitlines() for path in (old_path, new_path)]
+    texts = [
+        path.read_text(encoding="utf-8").splitlines() for path in (old_path, new_path)
+    ]
     result = []
-    for same, group in groupby((line[0] for line in diff(*texts)), lambda mark: mark == " "):
+    for same, group in groupby(
+        (line[0] for line in diff(*texts)), lambda mark: mark == " "
+    ):
         marks = list(group)
         if same:
-            result += [(cell("same", next(old)), cell("same", next(new))) for _ in marks]
+            result += [
+                (cell("same", next(old)), cell("same", next(new))) for _ in marks
+            ]
         else:
             removed = [next(old) for _ in range(marks.count("-"))]
             added = [next(new) for _ in range(marks.count("+"))]
@@ -55,9 +61,15 @@ def read(path: Path) -> list[Line]:
     return lines
 
 
-def pair_lines(old: list[Line], new: list[Line]) -> Iterator[tuple[Line | None, Line | None]]:
+def pair_lines(
+    old: list[Line], new: list[Line]
+) -> Iterator[tuple[Line | None, Line | None]]:
     """Pair the lines that have most in common, in order; the others stand beside each other as they come."""
-    pairs = ((compare(a.text, b.text)[0], i, j) for i, a in enumerate(old) for j, b in enumerate(new))
+    pairs = (
+        (compare(a.text, b.text)[0], i, j)
+        for i, a in enumerate(old)
+        for j, b in enumerate(new)
+    )
     most, i, j = max(pairs, key=lambda pair: pair[0], default=(0, 0, 0))
     if not most:
         yield from zip_longest(old, new)
@@ -76,9 +88,18 @@ def compare(old: str, new: str) -> tuple[int, list[bool], list[bool]]:
     for old_start, new_start, size in blocks:
         for side, start in zip(changed, (old_start, new_start), strict=True):
             side[start : start + size] = [False] * size
-    same = sum(len(word.strip()) for word, mark in zip(words[0], changed[0], strict=True) if not mark)
-    enough = 2 * same > ALIKE * sum(len(word.strip()) for side in words for word in side)
-    spread = ([m for w, m in zip(*side, strict=True) for _ in w] for side in zip(words, changed, strict=True))
+    same = sum(
+        len(word.strip())
+        for word, mark in zip(words[0], changed[0], strict=True)
+        if not mark
+    )
+    enough = 2 * same > ALIKE * sum(
+        len(word.strip()) for side in words for word in side
+    )
+    spread = (
+        [m for w, m in zip(*side, strict=True) for _ in w]
+        for side in zip(words, changed, strict=True)
+    )
     return same if enough else 0, *spread
 
 
@@ -94,9 +115,13 @@ def changed_cells(old: Line | None, new: Line | None) -> tuple[Cell, Cell]:
 def cell(kind: str, line: Line | None, changes: list[bool] | None = None) -> Cell:
     if line is None:
         return Cell("none")
-    characters = zip(line.text, line.colors, changes or [False] * len(line.text), strict=True)
+    characters = zip(
+        line.text, line.colors, changes or [False] * len(line.text), strict=True
+    )
     spans = []
     for (color, changed), group in groupby(characters, lambda character: character[1:]):
         text = html.escape("".join(character for character, *_ in group))
-        spans.append(f'<span class="{color}{" changed" if changed else ""}">{text}</span>')
+        spans.append(
+            f'<span class="{color}{" changed" if changed else ""}">{text}</span>'
+        )
     return Cell(kind, line.number, "".join(spans))

@@ -23,14 +23,28 @@ MARKER = re.compile(r"\.\. (begin|end) (.*\S)\s*")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the generated parts of the README files.")
-    parser.add_argument("--check", action="store_true", help="write nothing, only fail if one is out of date")
+    parser = argparse.ArgumentParser(
+        description="Write the generated parts of the README files."
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing, only fail if one is out of date",
+    )
     args = parser.parse_args()
-    readmes = [ROOT / "README.rst", *sorted(ROOT.glob("*/README.rst")), *sorted(ROOT.glob("docs/*.rst"))]
+    readmes = [
+        ROOT / "README.rst",
+        *sorted(ROOT.glob("*/README.rst")),
+        *sorted(ROOT.glob("docs/*.rst")),
+    ]
     rendered = {path: render(path) for path in readmes}
-    outdated = [path for path in readmes if path.read_text(encoding="utf-8") != rendered[path]]
+    outdated = [
+        path for path in readmes if path.read_text(encoding="utf-8") != rendered[path]
+    ]
     for path in outdated:
-        print(f"{path.relative_to(ROOT)} is {'out of date' if args.check else 'written'}")
+        print(
+            f"{path.relative_to(ROOT)} is {'out of date' if args.check else 'written'}"
+        )
         if not args.check:
             path.write_text(rendered[path], encoding="utf-8")
     if args.check and outdated:
@@ -41,8 +55,12 @@ def render(readme_path: Path) -> str:
     """Return the text of the README with its generated parts up to date."""
     lines = []
     part = None  # the words of the part that the line is in, None outside of parts
-    for number, line in enumerate(readme_path.read_text(encoding="utf-8").split("\n"), start=1):
-        keyword, words = marker.groups() if (marker := MARKER.fullmatch(line)) else (None, None)
+    for number, line in enumerate(
+        readme_path.read_text(encoding="utf-8").split("\n"), start=1
+    ):
+        keyword, words = (
+            marker.groups() if (marker := MARKER.fullmatch(line)) else (None, None)
+        )
         if keyword is None and part is None:
             lines.append(line)
         elif keyword == "begin" and part is None:
@@ -56,7 +74,10 @@ def render(readme_path: Path) -> str:
         elif keyword is not None:
             break
     if part is not None:
-        fail(readme_path, f"line {part_start} begins a part that does not end with: .. end {part}")
+        fail(
+            readme_path,
+            f"line {part_start} begins a part that does not end with: .. end {part}",
+        )
     return "\n".join(lines)
 
 
@@ -74,16 +95,25 @@ def code_block(readme_path: Path, words: str) -> list[str]:
         language, code = "python" if paths[0].suffix == ".py" else "bash", texts[0]
     elif len(paths) == 2:
         new_name, old_name = (f"{path.parent.name}/{path.name}" for path in paths)
-        language, code = "diff", [f"diff {old_name} {new_name}", *diff(old=texts[1], new=texts[0])]
+        language, code = (
+            "diff",
+            [f"diff {old_name} {new_name}", *diff(old=texts[1], new=texts[0])],
+        )
     else:
         fail(readme_path, f"a marker names more than two files: .. begin {words}")
-    return [f".. code-block:: {language}", "", *(f"   {line}".rstrip() for line in code)]
+    return [
+        f".. code-block:: {language}",
+        "",
+        *(f"   {line}".rstrip() for line in code),
+    ]
 
 
 def diff(old: list[str], new: list[str]) -> list[str]:
     """Return all the lines of both files, those of only one of them marked with - or +."""
     lines = []
-    for tag, old_start, old_end, new_start, new_end in difflib.SequenceMatcher(None, old, new).get_opcodes():
+    for tag, old_start, old_end, new_start, new_end in difflib.SequenceMatcher(
+        None, old, new
+    ).get_opcodes():
         if tag == "equal":
             lines += [f" {line}" for line in new[new_start:new_end]]
         else:
@@ -99,14 +129,20 @@ def read_help(script: Path) -> list[str]:
     for name in ("SLURM_TMPDIR", "SLURM_JOB_ID", "SCRATCH"):
         env.pop(name, None)
     command = [sys.executable, script.name, "--help"]
-    result = subprocess.run(command, cwd=script.parent, env=env, stdout=subprocess.PIPE, text=True)
+    result = subprocess.run(
+        command, cwd=script.parent, env=env, stdout=subprocess.PIPE, text=True
+    )
     if result.returncode != 0:
-        sys.exit(f"update_readmes.py: error: {script} --help failed, with the message above")
+        sys.exit(
+            f"update_readmes.py: error: {script} --help failed, with the message above"
+        )
     return result.stdout.splitlines()
 
 
 def fail(readme_path: Path, message: str) -> None:
-    sys.exit(f"update_readmes.py: error: {readme_path.parent.name}/{readme_path.name}: {message}")
+    sys.exit(
+        f"update_readmes.py: error: {readme_path.parent.name}/{readme_path.name}: {message}"
+    )
 
 
 if __name__ == "__main__":

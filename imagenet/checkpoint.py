@@ -70,14 +70,24 @@ class Run:
                     setattr(self, name, state[name])
             # The optimizer takes a state of any shape, and none, and would train on with that.
             wanted = self.optimizer.state or self.optimizer.defaults.get("momentum")
-            for parameter in self.model.parameters() if wanted and self.scheduler.last_epoch else []:
+            for parameter in (
+                self.model.parameters() if wanted and self.scheduler.last_epoch else []
+            ):
                 kept = self.optimizer.state.get(parameter, {}).values()
-                shapes = {value.shape for value in kept if isinstance(value, Tensor) and value.dim()}
+                shapes = {
+                    value.shape
+                    for value in kept
+                    if isinstance(value, Tensor) and value.dim()
+                }
                 if not kept or shapes - {parameter.shape}:
-                    raise ValueError("the optimizer's state is not that of these weights")
+                    raise ValueError(
+                        "the optimizer's state is not that of these weights"
+                    )
         except (KeyError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise RunError(f"the checkpoint does not fit --model {self.recipe['model']}: {reason}") from error
+            raise RunError(
+                f"the checkpoint does not fit --model {self.recipe['model']}: {reason}"
+            ) from error
 
 
 class Checkpoints:
@@ -88,7 +98,10 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int):
         # job.sh sets WORK_DIR: the code may run from a copy that does not outlive the job.
-        self.folder, self.keep = Path(os.environ.get("WORK_DIR", "")).absolute() / folder, keep
+        self.folder, self.keep = (
+            Path(os.environ.get("WORK_DIR", "")).absolute() / folder,
+            keep,
+        )
         self.saved_at = time.monotonic()
         self.copy = None  # of what was last saved
         self.failure = ""  # why the last one could not be written
@@ -124,7 +137,9 @@ class Checkpoints:
         """
         before, run.best_accuracy = run.best_accuracy, accuracy
         if dist.get_rank() == 0:
-            self.writer.submit(self._link_best, self._path(run.epoch, run.step), run, before)
+            self.writer.submit(
+                self._link_best, self._path(run.epoch, run.step), run, before
+            )
 
     def age(self) -> float:
         """Return how many seconds ago the last checkpoint was begun, or 0 on ranks that write none."""
@@ -142,7 +157,9 @@ class Checkpoints:
     def _rank_0_says(self, function: Callable, *arguments):
         """Return, on every rank, what a function returns on rank 0, after all that is being written there."""
         answer: list = [None]
-        future = self.writer.submit(function, *arguments) if dist.get_rank() == 0 else None
+        future = (
+            self.writer.submit(function, *arguments) if dist.get_rank() == 0 else None
+        )
         while answer[0] is None:  # in short waits: a slow disk is no rank that hangs
             if future and wait([future], timeout=1).done:
                 answer[0] = (future.result(),)
@@ -164,7 +181,9 @@ class Checkpoints:
     def _open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = open(self.folder / "lock", "a")
-        for waited in range(61):  # a job that was just killed may hold it a little longer
+        for waited in range(
+            61
+        ):  # a job that was just killed may hold it a little longer
             try:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -193,17 +212,23 @@ class Checkpoints:
                 state = torch.load(path, map_location="cpu", weights_only=True)
                 if state.pop("sha256") != digest(state):
                     raise ValueError("its content does not match its SHA-256")
-                if missing := {"recipe", "epoch", "step", "global_batch_size"} - set(state):
+                if missing := {"recipe", "epoch", "step", "global_batch_size"} - set(
+                    state
+                ):
                     raise ValueError(f"it has no {', '.join(sorted(missing))}")
             except OSError:  # the fault of the disk, and not of the file
                 raise
             except Exception as error:  # whatever a torn file makes of itself
-                if not has_memory(2 * path.stat().st_size):  # PyTorch then raises a RuntimeError
+                if not has_memory(
+                    2 * path.stat().st_size
+                ):  # PyTorch then raises a RuntimeError
                     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
                 reason = str(error).strip().split("\n")[0] or type(error).__name__
                 if isinstance(error, pickle.UnpicklingError):
                     reason = "it is not made of weights only, and code in it is not run"
-                logger.warning(f"warning: {path} is damaged, trying the one before: {reason}")
+                logger.warning(
+                    f"warning: {path} is damaged, trying the one before: {reason}"
+                )
                 path.rename(path.with_suffix(".pt.damaged"))
                 continue
             changed = [
@@ -228,9 +253,14 @@ class Checkpoints:
         """Refuse to start for ever from the same place: what stops this job will not go away by itself."""
         log = self.folder / "starts"
         starts = log.read_text().split("\n")[:-1] if log.exists() else []
-        here = f"epoch {state['epoch']} step {state['step']}" if state else "the beginning"
+        here = (
+            f"epoch {state['epoch']} step {state['step']}" if state else "the beginning"
+        )
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        if restarts >= STARTS and [line.split(" on ")[0] for line in starts[-STARTS:]] == [here] * STARTS:
+        if (
+            restarts >= STARTS
+            and [line.split(" on ")[0] for line in starts[-STARTS:]] == [here] * STARTS
+        ):
             raise RunError(
                 f"this job was started {STARTS} times from {here} and never got to its next checkpoint: not "
                 f"trying again; the end of each try is in the log above, {log} has their times; once that is "
@@ -242,7 +272,10 @@ class Checkpoints:
     def _paths(self) -> list[Path]:
         """Return the checkpoints, the newest one last."""
         paths = self.folder.glob("epoch-*-step-*.pt")
-        return sorted(paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+        return sorted(
+            paths,
+            key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)],
+        )
 
     def _path(self, epoch: int, step: int) -> Path:
         return self.folder / f"epoch-{epoch:03}-step-{step:06}.pt"
@@ -257,10 +290,14 @@ class Checkpoints:
             with open(partial, "wb") as file:
                 torch.save(state, file)
                 file.flush()
-                os.fsync(file.fileno())  # the name must not reach the disk before the content
+                os.fsync(
+                    file.fileno()
+                )  # the name must not reach the disk before the content
             partial.rename(path)
             self.failure = ""
-        except Exception as error:  # for a full disk, a RuntimeError whose context says so
+        except (
+            Exception
+        ) as error:  # for a full disk, a RuntimeError whose context says so
             self.failure = self._give_up(path, partial, error.__context__ or error)
         try:
             for old in self._paths()[: -self.keep]:
@@ -288,7 +325,9 @@ class Checkpoints:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         failure = f"cannot write {path}: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        logger.error(f"error: {failure}; training goes on, the checkpoints before it stay")
+        logger.error(
+            f"error: {failure}; training goes on, the checkpoints before it stay"
+        )
         return failure
 
 
@@ -296,7 +335,10 @@ def get_recipe(args: argparse.Namespace, data: Dataset) -> dict:
     """Return what must stay as it is from a run's first step to its last."""
     names = "model image_size epochs batch_size accumulate learning_rate weight_decay seed sync_batchnorm"
     recipe = {name: getattr(args, name) for name in names.split()}
-    return recipe | {"samples": len(data), "fingerprint of the data": data.pictures.fingerprint}
+    return recipe | {
+        "samples": len(data),
+        "fingerprint of the data": data.pictures.fingerprint,
+    }
 
 
 def copy_to_cpu(tree, kept=None):
@@ -308,12 +350,23 @@ def copy_to_cpu(tree, kept=None):
         kept = kept if isinstance(kept, dict) else {}
         return {key: copy_to_cpu(value, kept.get(key)) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        kept = kept if isinstance(kept, list) and len(kept) == len(tree) else [None] * len(tree)
-        return [copy_to_cpu(value, place) for value, place in zip(tree, kept, strict=True)]
+        kept = (
+            kept
+            if isinstance(kept, list) and len(kept) == len(tree)
+            else [None] * len(tree)
+        )
+        return [
+            copy_to_cpu(value, place) for value, place in zip(tree, kept, strict=True)
+        ]
     if not isinstance(tree, Tensor):
         return tree
-    if not isinstance(kept, Tensor) or (kept.shape, kept.dtype) != (tree.shape, tree.dtype):
-        kept = torch.empty_like(tree, device="cpu", requires_grad=False, pin_memory=tree.is_cuda)
+    if not isinstance(kept, Tensor) or (kept.shape, kept.dtype) != (
+        tree.shape,
+        tree.dtype,
+    ):
+        kept = torch.empty_like(
+            tree, device="cpu", requires_grad=False, pin_memory=tree.is_cuda
+        )
     return kept.copy_(tree.detach())
 
 
@@ -330,7 +383,9 @@ def digest(tree) -> str:
                 add(f"{name}/{number}", item)
         elif isinstance(value, Tensor):
             sha.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-            sha.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            sha.update(
+                value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            )
         else:
             sha.update(f"{name} {value!r}\n".encode())
 
@@ -349,7 +404,9 @@ def has_memory(size: int) -> bool:
 
 def default_checkpoint_dir() -> Path:
     """Return a folder of this job's own: Slurm keeps a job's number when it requeues it."""
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get(
+        "TORCHELASTIC_RUN_ID", "none"
+    )
     return Path(os.environ.get("SCRATCH", ".")) / "checkpoints" / job.replace("/", "-")
 
 
@@ -383,7 +440,11 @@ def commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         answer = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+            command,
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return os.environ.get("GIT_COMMIT", "unknown")
@@ -393,7 +454,11 @@ def commit() -> str:
 def training_mark() -> Path | None:
     """Return the file that tells job.sh that main.py takes signals now, and that to try again may help."""
     folder = os.environ.get("SLURM_TMPDIR")
-    return Path(folder) / f"{os.environ.get('SLURM_JOB_ID', 'none')}.training" if folder else None
+    return (
+        Path(folder) / f"{os.environ.get('SLURM_JOB_ID', 'none')}.training"
+        if folder
+        else None
+    )
 
 
 def requeues_to_go(samples: int, rate: float) -> str:
@@ -401,20 +466,40 @@ def requeues_to_go(samples: int, rate: float) -> str:
     if dist.get_rank() != 0 or not rate:
         return ""
     job = os.environ.get("SLURM_JOB_ID", "")
-    command = ["squeue", "--noheader", "--jobs", job, "--format=%A %S %e"]  # an array's number: all of it
+    command = [
+        "squeue",
+        "--noheader",
+        "--jobs",
+        job,
+        "--format=%A %S %e",
+    ]  # an array's number: all of it
     try:
         times = subprocess.run(
-            command, env={**os.environ, "SLURM_TIME_FORMAT": "%s"}, capture_output=True, text=True, timeout=10
+            command,
+            env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
+            capture_output=True,
+            text=True,
+            timeout=10,
         )
-        ((_, start, end),) = [line.split() for line in times.stdout.splitlines() if line.split()[:1] == [job]]
+        ((_, start, end),) = [
+            line.split()
+            for line in times.stdout.splitlines()
+            if line.split()[:1] == [job]
+        ]
         start, end = int(start), int(end)
-    except (OSError, ValueError, subprocess.TimeoutExpired):  # outside a job, or without a time limit
+    except (
+        OSError,
+        ValueError,
+        subprocess.TimeoutExpired,
+    ):  # outside a job, or without a time limit
         return ""
     requeues = max(0, math.ceil((samples / rate - (end - time.time())) / (end - start)))
     return f", {requeues} requeues to go"
 
 
-def settle_buckets(model: nn.parallel.DistributedDataParallel, batch_size: int, image_size: int) -> None:
+def settle_buckets(
+    model: nn.parallel.DistributedDataParallel, batch_size: int, image_size: int
+) -> None:
     """Let DDP sort its buckets, as it does after its first backward(), before the first step.
 
     Their order decides how sums are rounded: a run that was stopped would otherwise end with other weights.
@@ -422,7 +507,9 @@ def settle_buckets(model: nn.parallel.DistributedDataParallel, batch_size: int, 
     weights = copy.deepcopy(model.module.state_dict())
     images = torch.zeros(batch_size, 3, image_size, image_size, device=model.device)
     for _ in range(2):
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+        with torch.autocast(
+            model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"
+        ):
             logits = model(images.contiguous(memory_format=torch.channels_last))
         logits.float().sum().backward()
     model.zero_grad()

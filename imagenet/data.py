@@ -26,19 +26,32 @@ class RandomResizedCrop(v2.RandomResizedCrop):
     """Keeps the colours of a pixel side by side, as they are decoded: so they are resized faster."""
 
     def transform(self, inpt: Tensor, params: dict[str, int]) -> Tensor:
-        crop = v2.functional.crop(inpt, **params)[None].contiguous(memory_format=torch.channels_last)
+        crop = v2.functional.crop(inpt, **params)[None].contiguous(
+            memory_format=torch.channels_last
+        )
         return F.interpolate(crop, self.size, mode="bilinear", antialias=True)[0]
 
 
 class Augmented(Dataset):
     """Pictures as a step takes them: uint8 tensors of shape (3, size, size), and their classes."""
 
-    def __init__(self, pictures: Pictures | Synthetic, limit: int | None, args: argparse.Namespace):
+    def __init__(
+        self,
+        pictures: Pictures | Synthetic,
+        limit: int | None,
+        args: argparse.Namespace,
+    ):
         size = (args.image_size, args.image_size)
         self.pictures, self.seed = pictures, args.seed
-        self.chosen = np.sort(np.random.default_rng(0).permutation(len(pictures))[:limit])
-        self.crop_and_flip = v2.Compose([RandomResizedCrop(size), v2.RandomHorizontalFlip()])
-        self.center = v2.Compose([v2.Resize(args.image_size * 256 // 224), v2.CenterCrop(size)])
+        self.chosen = np.sort(
+            np.random.default_rng(0).permutation(len(pictures))[:limit]
+        )
+        self.crop_and_flip = v2.Compose(
+            [RandomResizedCrop(size), v2.RandomHorizontalFlip()]
+        )
+        self.center = v2.Compose(
+            [v2.Resize(args.image_size * 256 // 224), v2.CenterCrop(size)]
+        )
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -62,25 +75,33 @@ class SharedBatch:
 
     def __init__(self, samples: list[tuple[Tensor, int]]):
         images, self.labels = zip(*samples, strict=True)
-        images = [image.permute(1, 2, 0) for image in images]  # as a step takes them: channels_last
+        images = [
+            image.permute(1, 2, 0) for image in images
+        ]  # as a step takes them: channels_last
         self.shape = (len(images), *images[0].shape)
         self.memory = tempfile.TemporaryFile(dir="/dev/shm")  # it has no name
         try:
             os.posix_fallocate(self.memory.fileno(), 0, math.prod(self.shape))
         except OSError as error:
-            raise RuntimeError(f"no room in /dev/shm for a batch ({error}): use fewer --workers") from error
+            raise RuntimeError(
+                f"no room in /dev/shm for a batch ({error}): use fewer --workers"
+            ) from error
         torch.stack(images, out=view_memory(self.memory.fileno(), self.shape))
 
     def __reduce__(self):  # what the rank unpickles is a pair of tensors
         return receive, (DupFd(self.memory.fileno()), self.shape, self.labels)
 
 
-def receive(duplicate: DupFd, shape: tuple[int, ...], labels: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def receive(
+    duplicate: DupFd, shape: tuple[int, ...], labels: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """Return uint8 pictures, of shape (samples, 3, size, size), and their classes."""
     try:
         memory = duplicate.detach()
     except (ConnectionError, EOFError) as error:
-        raise RuntimeError("a DataLoader worker is killed: is --mem too small?") from error
+        raise RuntimeError(
+            "a DataLoader worker is killed: is --mem too small?"
+        ) from error
     try:
         return view_memory(memory, shape).permute(0, 3, 1, 2), torch.tensor(labels)
     finally:
@@ -97,12 +118,19 @@ class Batches(Sampler):
     def __init__(self, samples: int, run: Run, args: argparse.Namespace):
         self.samples, self.run, self.seed = samples, run, args.seed
         if run.global_batch_size < dist.get_world_size():
-            raise RunError(f"a step of {run.global_batch_size} samples leaves some ranks none: start fewer")
-        share = len(range(dist.get_rank(), run.global_batch_size, dist.get_world_size()))
+            raise RunError(
+                f"a step of {run.global_batch_size} samples leaves some ranks none: start fewer"
+            )
+        share = len(
+            range(dist.get_rank(), run.global_batch_size, dist.get_world_size())
+        )
         # It is worked on in parts, in as many as the largest share has: SyncBatchNorm has them meet in each.
         most = math.ceil(run.global_batch_size / dist.get_world_size())
         parts = math.ceil(most / args.batch_size)
-        if args.sync_batchnorm and parts > run.global_batch_size // dist.get_world_size():
+        if (
+            args.sync_batchnorm
+            and parts > run.global_batch_size // dist.get_world_size()
+        ):
             raise RunError(
                 f"with SyncBatchNorm, {most} batches of one are too many for some ranks: start fewer"
             )
@@ -111,8 +139,12 @@ class Batches(Sampler):
     def __iter__(self):
         order = draw_epoch(self.samples, self.seed, self.run.epoch)
         steps = len(order) // self.run.global_batch_size
-        batches = order[: steps * self.run.global_batch_size].view(steps, self.run.global_batch_size)
-        batches = batches[:, dist.get_rank() :: dist.get_world_size()]  # this rank's share of each
+        batches = order[: steps * self.run.global_batch_size].view(
+            steps, self.run.global_batch_size
+        )
+        batches = batches[
+            :, dist.get_rank() :: dist.get_world_size()
+        ]  # this rank's share of each
         for batch in batches[self.run.step :]:
             for part in batch.tensor_split(self.parts):
                 yield [(self.run.epoch, index) for index in part.tolist()]
@@ -126,28 +158,45 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
             train = Synthetic(args.limit_train_samples or 2304, 10, 0, size)
             valid = Synthetic(args.limit_valid_samples or 256, 10, 1, size)
         else:
-            train, valid = Pictures(args.data_dir, "train"), Pictures(args.data_dir, "valid")
+            train, valid = (
+                Pictures(args.data_dir, "train"),
+                Pictures(args.data_dir, "valid"),
+            )
     except (OSError, ValueError) as error:
         problem = f"on {socket.gethostname()}: {error}"
     # Each node has a disk of its own, and may lack what the others have.
     answers: list = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (problem, "" if problem else train.fingerprint + valid.fingerprint))
+    dist.all_gather_object(
+        answers, (problem, "" if problem else train.fingerprint + valid.fingerprint)
+    )
     for found in answers:
         if found[0]:
             raise RunError(found[0])
         if found != answers[0]:
-            raise RunError(f"not every node has the same data in {args.data_dir}: stage it anew")
-    return Augmented(train, args.limit_train_samples, args), Augmented(valid, args.limit_valid_samples, args)
+            raise RunError(
+                f"not every node has the same data in {args.data_dir}: stage it anew"
+            )
+    return Augmented(train, args.limit_train_samples, args), Augmented(
+        valid, args.limit_valid_samples, args
+    )
 
 
-def build_loaders(train_set: Augmented, valid_set: Augmented, run: Run, args: argparse.Namespace):
+def build_loaders(
+    train_set: Augmented, valid_set: Augmented, run: Run, args: argparse.Namespace
+):
     """Return the loaders of an epoch's batches and of the validation set, with processes that decode them."""
     atexit.register(end_workers)
     # Workers share a folder, of sockets to pass on batches: their own would stay where they are killed.
-    if args.workers and len(folder := multiprocessing.util.get_temp_dir()) > 89:  # a socket's name is added
-        raise RunError(f"no socket's path can begin with {folder}: choose a shorter TMPDIR")
+    if (
+        args.workers and len(folder := multiprocessing.util.get_temp_dir()) > 89
+    ):  # a socket's name is added
+        raise RunError(
+            f"no socket's path can begin with {folder}: choose a shorter TMPDIR"
+        )
     options = {
-        "multiprocessing_context": "fork" if args.workers else None,  # others import PyTorch in each worker
+        "multiprocessing_context": "fork"
+        if args.workers
+        else None,  # others import PyTorch in each worker
         "num_workers": args.workers,
         "collate_fn": SharedBatch if args.workers else None,
         "pin_memory": torch.cuda.is_available(),
@@ -157,15 +206,22 @@ def build_loaders(train_set: Augmented, valid_set: Augmented, run: Run, args: ar
     train_loader = DataLoader(
         train_set, batch_sampler=batches, persistent_workers=args.workers > 0, **options
     )
-    share = range(dist.get_rank(), len(valid_set), dist.get_world_size())  # not all have the same length
+    share = range(
+        dist.get_rank(), len(valid_set), dist.get_world_size()
+    )  # not all have the same length
     keys = [(0, index) for index in share]
-    batches = [keys[first : first + args.batch_size] for first in range(0, len(keys), args.batch_size)]
+    batches = [
+        keys[first : first + args.batch_size]
+        for first in range(0, len(keys), args.batch_size)
+    ]
     return train_loader, DataLoader(valid_set, batch_sampler=batches, **options)
 
 
 def end_workers() -> None:
     """Kill the workers: they ignore the SIGTERM that Python sends them at its end, and then waits."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or DataLoader's handler has something to say about it
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # or DataLoader's handler has something to say about it
     for worker in multiprocessing.active_children():
         worker.kill()
 

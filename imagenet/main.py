@@ -37,14 +37,18 @@ def parse_args() -> argparse.Namespace:
         def number(text: str) -> int | float:
             value = type(minimum)(text)
             if not value >= minimum:  # so written, it also refuses nan
-                raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {text}")
+                raise argparse.ArgumentTypeError(
+                    f"must be at least {minimum}, not {text}"
+                )
             return value
 
         return number
 
     def model(name: str) -> str:
         if name not in ["dummy", *models.list_models(module=models)]:
-            raise argparse.ArgumentTypeError(f"torchvision.models.list_models() has no {name}")
+            raise argparse.ArgumentTypeError(
+                f"torchvision.models.list_models() has no {name}"
+            )
         return name
 
     parser = argparse.ArgumentParser(
@@ -54,36 +58,97 @@ def parse_args() -> argparse.Namespace:
     )
     # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
     data_dir = Path(os.environ.get("SLURM_TMPDIR", ".")) / "data"
-    cpus = int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) or len(os.sched_getaffinity(0))
+    cpus = int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) or len(
+        os.sched_getaffinity(0)
+    )
     add = parser.add_argument
-    add("--data-dir", type=Path, default=data_dir, help="folder that prepare_data.py has filled")
-    add("--synthetic", action="store_true", help="train on made-up pictures: no data, no network")
+    add(
+        "--data-dir",
+        type=Path,
+        default=data_dir,
+        help="folder that prepare_data.py has filled",
+    )
+    add(
+        "--synthetic",
+        action="store_true",
+        help="train on made-up pictures: no data, no network",
+    )
     add("--limit-train-samples", type=at_least(1), help="limit of the training set")
     add("--limit-valid-samples", type=at_least(1), help="limit of the validation set")
     add("--image-size", type=at_least(1), default=224, help="pixels a side")
-    add("--model", type=model, default="resnet50", help="one of torchvision's; dummy: as fast as the data")
+    add(
+        "--model",
+        type=model,
+        default="resnet50",
+        help="one of torchvision's; dummy: as fast as the data",
+    )
     add("--epochs", type=at_least(1), default=90, help="passes over the training set")
     add("--batch-size", type=at_least(1), default=256, help="samples per GPU at a time")
     add("--accumulate", type=at_least(1), default=1, help="batches per GPU in a step")
     add(
-        "--learning-rate", type=at_least(0.0), default=0.256, help="peak, per 256 samples of the global batch"
+        "--learning-rate",
+        type=at_least(0.0),
+        default=0.256,
+        help="peak, per 256 samples of the global batch",
     )
-    add("--weight-decay", type=at_least(0.0), default=2**-15, help="L2 penalty on the weights")
+    add(
+        "--weight-decay",
+        type=at_least(0.0),
+        default=2**-15,
+        help="L2 penalty on the weights",
+    )
     add("--seed", type=at_least(0), default=0, help="seed of everything random")
-    add("--compile", action="store_true", help="compile the model: a slow start, faster steps")
-    add("--sync-batchnorm", action="store_true", help="normalize over the batches of all GPUs: slower")
-    add("--workers", type=at_least(0), default=cpus, help="processes per GPU that decode pictures")
+    add(
+        "--compile",
+        action="store_true",
+        help="compile the model: a slow start, faster steps",
+    )
+    add(
+        "--sync-batchnorm",
+        action="store_true",
+        help="normalize over the batches of all GPUs: slower",
+    )
+    add(
+        "--workers",
+        type=at_least(0),
+        default=cpus,
+        help="processes per GPU that decode pictures",
+    )
     add(
         "--checkpoint-dir",
         type=Path,
         default=checkpoint.default_checkpoint_dir(),
         help="folder of this run alone",
     )
-    add("--save-minutes", type=at_least(0.0), default=10.0, help="minutes between checkpoints")
-    add("--save-steps", type=at_least(1), default=10**6, help="steps between checkpoints, if sooner")
-    add("--keep", type=at_least(1), default=3, help="checkpoints to keep, besides the best")
-    add("--timeout", type=at_least(1), default=120, help="seconds to wait for a rank that hangs")
-    add("--profile", action="store_true", help="trace a few steps: where does the time go?")
+    add(
+        "--save-minutes",
+        type=at_least(0.0),
+        default=10.0,
+        help="minutes between checkpoints",
+    )
+    add(
+        "--save-steps",
+        type=at_least(1),
+        default=10**6,
+        help="steps between checkpoints, if sooner",
+    )
+    add(
+        "--keep",
+        type=at_least(1),
+        default=3,
+        help="checkpoints to keep, besides the best",
+    )
+    add(
+        "--timeout",
+        type=at_least(1),
+        default=120,
+        help="seconds to wait for a rank that hangs",
+    )
+    add(
+        "--profile",
+        action="store_true",
+        help="trace a few steps: where does the time go?",
+    )
     add("--wandb", metavar="PROJECT", help="W&B project to track it in, too")
     return parser.parse_args()
 
@@ -113,7 +178,9 @@ def main() -> None:
         f"{len(valid_set)} to validate"
     )
 
-    model = build_model(args, len(train_set.pictures.classes)).to(device, memory_format=torch.channels_last)
+    model = build_model(args, len(train_set.pictures.classes)).to(
+        device, memory_format=torch.channels_last
+    )
     if args.compile:
         model.compile()
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
@@ -135,19 +202,32 @@ def main() -> None:
         seconds = time.perf_counter() - start
         rate = (steps - steps_before) * global_batch_size / seconds
         usage = monitor.usage(seconds)
-        valid_loss, valid_accuracy = average(evaluate(model, valid_loader, monitor), len(valid_set))
-        requeues = checkpoint.requeues_to_go((args.epochs - run.epoch) * len(train_set), rate)
+        valid_loss, valid_accuracy = average(
+            evaluate(model, valid_loader, monitor), len(valid_set)
+        )
+        requeues = checkpoint.requeues_to_go(
+            (args.epochs - run.epoch) * len(train_set), rate
+        )
         logger.info(
             f"Epoch {run.epoch}: train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, {rate:.0f} images/s{usage}{requeues}"
         )
-        train_values = {"train/loss": train_loss, "train/accuracy": train_accuracy, "images/s": rate}
-        monitor.log(run, train_values | {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy})
+        train_values = {
+            "train/loss": train_loss,
+            "train/accuracy": train_accuracy,
+            "images/s": rate,
+        }
+        monitor.log(
+            run,
+            train_values | {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy},
+        )
         if valid_accuracy > run.best_accuracy:
             checkpoints.mark_best(run, valid_accuracy)
         run.start_epoch(run.epoch + 1)
     checkpoints.finish()
-    logger.info(f"Weights SHA-256 {checkpoint.digest(model.state_dict())}, commit {checkpoint.commit()}")
+    logger.info(
+        f"Weights SHA-256 {checkpoint.digest(model.state_dict())}, commit {checkpoint.commit()}"
+    )
     monitor.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -169,14 +249,18 @@ def setup_distributed(timeout: int) -> torch.device:
     local_rank = int(env["LOCAL_RANK"])
     # Rank 0 waits for the others here. job.sh sets both, salloc neither. Port 0 is any free one.
     job = int(read_slurm_number("SLURM_JOB_ID", alone="0"))
-    if "MASTER_ADDR" not in env and "SLURM_STEP_NODELIST" in env:  # not the job's list: a step may have less
+    if (
+        "MASTER_ADDR" not in env and "SLURM_STEP_NODELIST" in env
+    ):  # not the job's list: a step may have less
         command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
         env["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
     env.setdefault("MASTER_ADDR", "127.0.0.1")
     env.setdefault("MASTER_PORT", str(job and 10000 + job % 20000))
 
     gpus = torch.cuda.device_count() or int(env.get("SLURM_GPUS_ON_NODE", "0"))
-    hidden = "SLURM_GPUS_PER_TASK" in env or "per_task" in env.get("SLURM_TRES_BIND", "")
+    hidden = "SLURM_GPUS_PER_TASK" in env or "per_task" in env.get(
+        "SLURM_TRES_BIND", ""
+    )
     if gpus and (local_rank >= gpus or hidden):
         fail(
             f"rank {rank} of {host} has no GPU to itself: "
@@ -186,10 +270,16 @@ def setup_distributed(timeout: int) -> torch.device:
     if gpu:
         torch.cuda.set_device(gpu)
     try:
-        if rank == 0 and not torchrun:  # c10d would take minutes and pages to say what is wrong there
-            family, *_, address = socket.getaddrinfo(env["MASTER_ADDR"], env["MASTER_PORT"])[0]
+        if (
+            rank == 0 and not torchrun
+        ):  # c10d would take minutes and pages to say what is wrong there
+            family, *_, address = socket.getaddrinfo(
+                env["MASTER_ADDR"], env["MASTER_PORT"]
+            )[0]
             socket.create_server(address, family=family).close()
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(
+            "nccl" if gpu else "gloo", device_id=gpu, timeout=timedelta(seconds=timeout)
+        )
     except (OSError, RuntimeError) as error:
         fail(
             f"rank {rank} of {world_size} on {host}, with {gpu or 'no GPU'}, cannot join the others at "
@@ -203,28 +293,44 @@ def read_slurm_number(name: str, alone: str) -> str:
     """Return a number that srun gives its tasks, or `alone` outside of Slurm."""
     value = os.environ.get(name, "missing" if "SLURM_STEP_ID" in os.environ else alone)
     if not value.isdecimal():
-        fail(f"{name} is {value}, not the number that srun sets: start main.py with srun")
+        fail(
+            f"{name} is {value}, not the number that srun sets: start main.py with srun"
+        )
     return value
 
 
-def train(model, run: Run, loader: DataLoader, checkpoints, monitor, args: argparse.Namespace) -> Tensor:
+def train(
+    model, run: Run, loader: DataLoader, checkpoints, monitor, args: argparse.Namespace
+) -> Tensor:
     """Train to the end of the epoch and return its metrics (see `measure`)."""
     model.train()
     device = next(model.parameters()).device
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    metrics = run.metrics.to(device) * (rank == 0)  # rank 0 counts what was done before this start
+    metrics = run.metrics.to(device) * (
+        rank == 0
+    )  # rank 0 counts what was done before this start
     parts, next_talk = loader.batch_sampler.parts, run.step
-    for number, (images, labels) in enumerate(monitor.watch(run, progress(loader, f"Epoch {run.epoch}"))):
+    for number, (images, labels) in enumerate(
+        monitor.watch(run, progress(loader, f"Epoch {run.epoch}"))
+    ):
         part = number % parts
         if part == 0 and run.step == next_talk:
             next_talk += agree(run, metrics, checkpoints, monitor, args)
-        images, labels = (tensor.to(device, non_blocking=True) for tensor in (images, labels))
-        seed_torch(args.seed, run.epoch, run.step, part, rank)  # for models with dropout
+        images, labels = (
+            tensor.to(device, non_blocking=True) for tensor in (images, labels)
+        )
+        seed_torch(
+            args.seed, run.epoch, run.step, part, rank
+        )  # for models with dropout
         # One all-reduce of the gradients a step is enough: after its last part.
         with contextlib.nullcontext() if part == parts - 1 else model.no_sync():
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.autocast(
+                device.type, torch.bfloat16, enabled=device.type == "cuda"
+            ):
                 logits = model(normalize(images))
-                losses = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum")
+                losses = F.cross_entropy(
+                    logits, labels, label_smoothing=0.1, reduction="sum"
+                )
             # DDP divides by the ranks, whose shares and parts need not have the same size.
             (losses * world_size / run.global_batch_size).backward()
         measure(metrics, logits.detach(), labels)
@@ -240,10 +346,23 @@ def train(model, run: Run, loader: DataLoader, checkpoints, monitor, args: argpa
     return metrics
 
 
-def agree(run: Run, metrics: Tensor, checkpoints, monitor, args: argparse.Namespace, save=False) -> int:
+def agree(
+    run: Run,
+    metrics: Tensor,
+    checkpoints,
+    monitor,
+    args: argparse.Namespace,
+    save=False,
+) -> int:
     """Let the ranks decide together whether to stop or to save; return the steps until they do it again."""
-    mine = [checkpoint.stop_requested(), checkpoints.age() > 60 * args.save_minutes, monitor.pace(run)]
-    sums = torch.cat((metrics, torch.tensor(mine, dtype=torch.float64, device=metrics.device)))
+    mine = [
+        checkpoint.stop_requested(),
+        checkpoints.age() > 60 * args.save_minutes,
+        monitor.pace(run),
+    ]
+    sums = torch.cat(
+        (metrics, torch.tensor(mine, dtype=torch.float64, device=metrics.device))
+    )
     dist.all_reduce(sums)
     loss, correct, samples, stop, due, pace = sums.tolist()
     if not math.isfinite(loss):
@@ -253,13 +372,17 @@ def agree(run: Run, metrics: Tensor, checkpoints, monitor, args: argparse.Namesp
             together=True,
         )
     if samples and not save:  # else main() does
-        monitor.log(run, {"train/loss": loss / samples, "train/accuracy": correct / samples})
+        monitor.log(
+            run, {"train/loss": loss / samples, "train/accuracy": correct / samples}
+        )
     run.metrics = sums[:3].cpu()
     if save or stop or due or run.step % args.save_steps == 0 < run.step:
         checkpoints.save(run.state_dict())
     if stop:
         checkpoints.finish()
-        logger.info(f"Asked to stop: saved step {run.step} of epoch {run.epoch}, to go on from there")
+        logger.info(
+            f"Asked to stop: saved step {run.step} of epoch {run.epoch}, to go on from there"
+        )
         monitor.close()
         dist.barrier()
         dist.destroy_process_group()
@@ -276,7 +399,9 @@ def evaluate(model: nn.Module, loader: DataLoader, monitor: Monitor) -> Tensor:
     device = next(model.parameters()).device
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in loader:
-        images, labels = (tensor.to(device, non_blocking=True) for tensor in (images, labels))
+        images, labels = (
+            tensor.to(device, non_blocking=True) for tensor in (images, labels)
+        )
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(normalize(images))
         measure(metrics, logits, labels)
@@ -306,17 +431,25 @@ def average(metrics: Tensor, samples: int) -> tuple[float, float]:
 def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
     """Return one of torchvision's models, or a dummy that is as fast as the data."""
     if args.model == "dummy":
-        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, classes))
+        return nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, classes)
+        )
     options = {}
-    if "resne" in args.model:  # each block begins as the identity: Goyal et al. 2017, arXiv:1706.02677
+    if (
+        "resne" in args.model
+    ):  # each block begins as the identity: Goyal et al. 2017, arXiv:1706.02677
         options = {"zero_init_residual": True}
     elif args.model in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}
     model = models.get_model(args.model, num_classes=classes, **options)
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_batchnorm else model
+    return (
+        nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_batchnorm else model
+    )
 
 
-def build_optimizer(model: nn.Module, args: argparse.Namespace, global_batch_size: int, steps: int):
+def build_optimizer(
+    model: nn.Module, args: argparse.Namespace, global_batch_size: int, steps: int
+):
     """Return SGD and its one-cycle schedule, which is moved on after every step.
 
     The defaults are NVIDIA's for ResNet-50 v1.5, who report 77.1% after 90 epochs, and 75.8% after 50:
@@ -324,11 +457,19 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace, global_batch_siz
     """
     # The learning rate follows the global batch: linear scaling, Goyal et al. 2017, arXiv:1706.02677.
     learning_rate = args.learning_rate * global_batch_size / 256
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [
+        parameter for parameter in model.parameters() if parameter.requires_grad
+    ]
     optimizer = torch.optim.SGD(
         [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": args.weight_decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},  # biases and norms
+            {
+                "params": [p for p in parameters if p.ndim > 1],
+                "weight_decay": args.weight_decay,
+            },
+            {
+                "params": [p for p in parameters if p.ndim <= 1],
+                "weight_decay": 0.0,
+            },  # biases and norms
         ],
         lr=learning_rate,
         momentum=0.875,
@@ -400,7 +541,9 @@ def fail(message: str, together: bool = False) -> NoReturn:
         with contextlib.suppress(FileNotFoundError):
             mark.rename(mark.with_suffix(".failed"))
     if not together or dist.get_rank() == 0:
-        sys.stderr.write(f"main.py: error: {message}\n")  # in one piece: other processes may write there, too
+        sys.stderr.write(
+            f"main.py: error: {message}\n"
+        )  # in one piece: other processes may write there, too
     if together:
         dist.barrier()
         dist.destroy_process_group()

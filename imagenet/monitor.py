@@ -43,7 +43,10 @@ class HangReporter:
 
     def __init__(self, timeout_seconds: float):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.host, self.main_thread = socket.gethostname(), threading.main_thread().ident
+        self.host, self.main_thread = (
+            socket.gethostname(),
+            threading.main_thread().ident,
+        )
         self.limit, self.period = 0.75 * timeout_seconds, min(timeout_seconds / 40, 5.0)
         self.step, self.moved = 0, time.monotonic()
         self.heard = self.moved  # when the store has last answered
@@ -54,9 +57,13 @@ class HangReporter:
             # A connection of its own: the process group's serves one call at a time, and some wait for long.
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             timeout = timedelta(seconds=timeout_seconds)
-            self.store = dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)
+            self.store = dist.TCPStore(
+                address, port, timeout=timeout, wait_for_workers=False
+            )
             self.store.set(f"hang/host/{self.rank}", self.host)
-            self.store.compare_set("hang/asked", "", "0 0")  # how many times, and last by which rank
+            self.store.compare_set(
+                "hang/asked", "", "0 0"
+            )  # how many times, and last by which rank
             # A thread of its own: where rank 0 is stopped, its store makes the others wait for ever.
             self.threads.append(threading.Thread(target=self._talk, daemon=True))
         for thread in self.threads:
@@ -90,7 +97,11 @@ class HangReporter:
                 self._write("moves again")
             if shown < moved and (asked or now - moved >= self.limit):
                 shown = now
-                since = "is paused" if moved == math.inf else f"has not moved for {now - moved:.0f} s"
+                since = (
+                    "is paused"
+                    if moved == math.inf
+                    else f"has not moved for {now - moved:.0f} s"
+                )
                 silent = (
                     "; the store does not answer: rank 0 is stopped, or its node is gone"
                     if now - self.heard > self.limit / 2
@@ -98,7 +109,9 @@ class HangReporter:
                 )
                 frames = sys._current_frames()
                 doing = describe(frames[self.main_thread])[1]
-                self._write(f"{since}: step {self.step}, {doing}{silent}{self._format_stacks(frames)}")
+                self._write(
+                    f"{since}: step {self.step}, {doing}{silent}{self._format_stacks(frames)}"
+                )
 
     def _format_stacks(self, frames: dict[int, FrameType]) -> str:
         text = ""
@@ -107,7 +120,9 @@ class HangReporter:
             # Without the source lines: where a file system hangs, to read them would hang, too.
             for frame in walk(frames.get(thread.ident)):
                 code = frame.f_code
-                if not code.co_filename.startswith("<frozen"):  # imports, which take many frames
+                if not code.co_filename.startswith(
+                    "<frozen"
+                ):  # imports, which take many frames
                     text += f"\n    {code.co_filename}:{frame.f_lineno} in {code.co_qualname}"
         return text
 
@@ -118,7 +133,10 @@ class HangReporter:
             heard = self.store.get("hang/asked").decode()
             while not self.closed.wait(self.period):
                 number, asker = map(int, heard.split())
-                stuck = time.monotonic() - self.moved >= self.limit and answered < self.moved
+                stuck = (
+                    time.monotonic() - self.moved >= self.limit
+                    and answered < self.moved
+                )
                 # Where many ranks ask at the same time one of them wins, and the others find its question.
                 question = f"{number + 1} {self.rank}" if stuck else heard
                 latest = self.store.compare_set("hang/asked", heard, question).decode()
@@ -130,8 +148,12 @@ class HangReporter:
                 state = [self.step, *describe(sys._current_frames()[self.main_thread])]
                 self.store.set(f"hang/{number}/{self.rank}", json.dumps(state))
                 if asker == self.rank:
-                    self._report([f"hang/{number}/{rank}" for rank in range(self.world_size)])
-        except RuntimeError:  # the store is gone, and rank 0 with it, which the others learn without this
+                    self._report(
+                        [f"hang/{number}/{rank}" for rank in range(self.world_size)]
+                    )
+        except (
+            RuntimeError
+        ):  # the store is gone, and rank 0 with it, which the others learn without this
             return
 
     def _report(self, keys: list[str]) -> None:
@@ -157,30 +179,43 @@ class HangReporter:
 
     def _write(self, text: str) -> None:
         line = f"warning: rank {self.rank} of {self.world_size} on {self.host} {text}\n"
-        os.write(sys.stderr.fileno(), line.encode())  # in one piece: other ranks write there, too
+        os.write(
+            sys.stderr.fileno(), line.encode()
+        )  # in one piece: other ranks write there, too
 
 
-def find_culprits(states: dict[int, tuple[int, bool, str]], world_size: int) -> list[int]:
+def find_culprits(
+    states: dict[int, tuple[int, bool, str]], world_size: int
+) -> list[int]:
     """Return the ranks that the others wait for, from the step of each and whether it waits itself."""
     if silent := [rank for rank in range(world_size) if rank not in states]:
         return silent
     lowest = min(step for step, _, _ in states.values())
     behind = [rank for rank, (step, _, _) in states.items() if step == lowest]
-    return [r for r in behind if not states[r][1]] or (behind if len(behind) < world_size else [])
+    return [r for r in behind if not states[r][1]] or (
+        behind if len(behind) < world_size else []
+    )
 
 
 def describe(innermost: FrameType) -> tuple[bool, str]:
     """Return whether a main thread waits for other ranks, and in words what it does."""
     torch_dir, file = f"{Path(torch.__file__).parent}/", innermost.f_code.co_filename
     frames = list(walk(innermost))
-    loading = any(frame.f_code.co_filename.startswith(f"{torch_dir}utils/data/") for frame in frames)
+    loading = any(
+        frame.f_code.co_filename.startswith(f"{torch_dir}utils/data/")
+        for frame in frames
+    )
     # With a GPU any call may wait: its queue fills up behind a kernel that waits for other ranks.
     parts = ("",) if torch.cuda.is_initialized() else ("distributed/", "nn/parallel/")
     waits = file.startswith(tuple(torch_dir + part for part in parts))
     # loss.backward(), where DDP averages gradients, and main.py's functions that read an averaged tensor.
     waits |= innermost.f_code.co_name in ("_engine_run_backward", "agree", "average")
     doing = "loading data" if loading else "waiting for others" if waits else "working"
-    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")  # "<frozen importlib>"
+    libraries = (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        "<",
+    )  # "<frozen importlib>"
     for code, line in ((frame.f_code, frame.f_lineno) for frame in frames):
         if not code.co_filename.startswith(libraries):
             doing += f" in {code.co_name} ({Path(code.co_filename).name}:{line})"
@@ -224,7 +259,9 @@ class Tracker:
             folder.mkdir(parents=True, exist_ok=True)
             mark = folder / "tracked"
             text = mark.read_text() if mark.exists() else ""
-            self.done = int(text) if text.isdecimal() else -1  # a node that was lost may have left it empty
+            self.done = (
+                int(text) if text.isdecimal() else -1
+            )  # a node that was lost may have left it empty
             self.Event, self.Summary = event_pb2.Event, summary_pb2.Summary
             # As torch's SummaryWriter, but without its thread: an error comes where it occurs.
             name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
@@ -244,12 +281,17 @@ class Tracker:
         if self.folder is None or step <= self.done:
             return
         try:
-            scalars = [self.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            scalars = [
+                self.Summary.Value(tag=tag, simple_value=value)
+                for tag, value in values.items()
+            ]
             self._write(step=step, summary=self.Summary(value=scalars))
             if self.run:
                 self.run.log(values, step=step, commit=True)
             self.logged.append((time.monotonic(), step))
-            self._move_mark(3.0 if self.run else 0.0)  # seconds; W&B's process writes every second
+            self._move_mark(
+                3.0 if self.run else 0.0
+            )  # seconds; W&B's process writes every second
         except Exception as error:
             self._give_up(error)
 
@@ -263,12 +305,16 @@ class Tracker:
                 self.run.finish()
         except TimeoutError:
             runs = f"{self.folder}/wandb/run-*-{self.run.id}"
-            logger.warning(f"warning: W&B has not taken all of it in time: later, call wandb sync {runs}")
+            logger.warning(
+                f"warning: W&B has not taken all of it in time: later, call wandb sync {runs}"
+            )
         except Exception as error:
             self._give_up(error)
 
     def _write(self, **event) -> None:
-        self.writer.write(self.Event(wall_time=time.time(), **event).SerializeToString())
+        self.writer.write(
+            self.Event(wall_time=time.time(), **event).SerializeToString()
+        )
         self.file.flush()
 
     def _move_mark(self, age: float) -> None:
@@ -278,7 +324,9 @@ class Tracker:
             step = self.logged.popleft()[1]
         if step is None:
             return
-        os.fsync(self.file.fileno())  # on disk before the mark, also if the node is lost
+        os.fsync(
+            self.file.fileno()
+        )  # on disk before the mark, also if the node is lost
         new = self.folder / "tracked.new"
         with open(new, "w") as file:
             file.write(str(step))
@@ -286,18 +334,25 @@ class Tracker:
             os.fsync(file.fileno())
         new.replace(self.folder / "tracked")
 
-    def _give_up(self, error: Exception) -> None:  # of any kind: a training is worth more than its metrics
+    def _give_up(
+        self, error: Exception
+    ) -> None:  # of any kind: a training is worth more than its metrics
         logger.warning(f"warning: no more metrics in {self.folder}: {error}")
         self.folder = None
 
 
-def start_wandb(folder: Path, project: str, run_id: str, config: dict | None, patience: float):
+def start_wandb(
+    folder: Path, project: str, run_id: str, config: dict | None, patience: float
+):
     """Start or resume a W&B run, offline where its server is out of reach. It ends in `patience` seconds."""
     try:
         import wandb
     except ModuleNotFoundError:
         sys.exit("main.py: error: W&B is not installed: uv sync --locked --group wandb")
-    mode, url = os.environ.get("WANDB_MODE"), os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    mode, url = (
+        os.environ.get("WANDB_MODE"),
+        os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"),
+    )
     try:
         if mode is None:
             urllib.request.urlopen(url, timeout=3).close()
@@ -306,7 +361,9 @@ def start_wandb(folder: Path, project: str, run_id: str, config: dict | None, pa
     except OSError:
         mode = "offline"
         runs = f"{folder}/wandb/offline-run-*-{run_id}"
-        logger.warning(f"warning: no {url} from here, W&B is offline: later, call wandb sync {runs}")
+        logger.warning(
+            f"warning: no {url} from here, W&B is offline: later, call wandb sync {runs}"
+        )
     settings = wandb.Settings(
         console="off",
         silent=True,
@@ -316,7 +373,9 @@ def start_wandb(folder: Path, project: str, run_id: str, config: dict | None, pa
     )
     names = {"project": project, "id": run_id, "dir": folder}
     try:
-        return wandb.init(**names, resume="allow", config=config, mode=mode, settings=settings)
+        return wandb.init(
+            **names, resume="allow", config=config, mode=mode, settings=settings
+        )
     except Exception as error:  # no account, say
         logger.warning(f"warning: nothing goes to W&B, only to {folder}: {error}")
         return None
@@ -334,8 +393,12 @@ class Profiler:
     def __init__(self, folder: Path | None, skip: int = 5, active: int = 5):
         self.folder, self.profile = folder, None
         if folder:
-            schedule = torch.profiler.schedule(skip_first=skip, wait=0, warmup=1, active=active, repeat=1)
-            self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
+            schedule = torch.profiler.schedule(
+                skip_first=skip, wait=0, warmup=1, active=active, repeat=1
+            )
+            self.profile = torch.profiler.profile(
+                schedule=schedule, on_trace_ready=self._write
+            )
             self.profile.start()
 
     def step(self) -> None:
@@ -350,7 +413,9 @@ class Profiler:
 
     def _write(self, profile: torch.profiler.profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(self.folder / f"trace-rank{dist.get_rank()}.json.gz"))
+        profile.export_chrome_trace(
+            str(self.folder / f"trace-rank{dist.get_rank()}.json.gz")
+        )
         steps, spans = find_spans(profile.events())
         if dist.get_rank() == 0 and steps:
             print(format_table(*share_out(steps, spans)), flush=True)
@@ -363,11 +428,19 @@ def find_spans(events) -> tuple[int, dict[str, list]]:
     """
 
     def on_cpu(name: str) -> list[tuple[float, float]]:
-        found = (e for e in events if e.device_type == DeviceType.CPU and e.name.startswith(name))
+        found = (
+            e
+            for e in events
+            if e.device_type == DeviceType.CPU and e.name.startswith(name)
+        )
         return [(event.time_range.start, event.time_range.end) for event in found]
 
     updates = on_cpu("Optimizer.step#")
-    steps = [span for span in on_cpu("ProfilerStep") if any(span[0] <= time < span[1] for time, _ in updates)]
+    steps = [
+        span
+        for span in on_cpu("ProfilerStep")
+        if any(span[0] <= time < span[1] for time, _ in updates)
+    ]
     spans = {
         "step": steps,
         "waiting for data": on_cpu("enumerate(DataLoader)#"),
@@ -377,23 +450,49 @@ def find_spans(events) -> tuple[int, dict[str, list]]:
         "communication": on_cpu("gloo:"),
         "forward": on_cpu("DistributedDataParallel.forward"),
     }
-    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    kernels = [
+        e
+        for e in events
+        if e.device_type == DeviceType.CUDA and not e.is_user_annotation
+    ]
     if steps and kernels:
-        launches = {e.id: e.time_range.start for e in events if e.name.startswith(("cuda", "cuLaunch"))}
+        launches = {
+            e.id: e.time_range.start
+            for e in events
+            if e.name.startswith(("cuda", "cuLaunch"))
+        }
         spans = find_gpu_spans(spans, kernels, launches)
     return len(steps), spans
 
 
-def find_gpu_spans(cpu: dict[str, list], kernels: list, launches: dict[int, float]) -> dict[str, list]:
+def find_gpu_spans(
+    cpu: dict[str, list], kernels: list, launches: dict[int, float]
+) -> dict[str, list]:
     """Return the spans of `find_spans` on the GPU, where a kernel is of the kind of work that launched it."""
-    spans = {kind: [] for kind in ("step", "forward", "backward", "optimizer", "other", "communication")}
+    spans = {
+        kind: []
+        for kind in (
+            "step",
+            "forward",
+            "backward",
+            "optimizer",
+            "other",
+            "communication",
+        )
+    }
     first, last = cpu["step"][0][0], cpu["step"][-1][1]
     # The CPU runs ahead: the steps last from the end of the kernels before them to that of their own.
     begin = end = first
     for kernel in kernels:
-        launch, span = launches.get(kernel.id, -math.inf), (kernel.time_range.start, kernel.time_range.end)
+        launch, span = (
+            launches.get(kernel.id, -math.inf),
+            (kernel.time_range.start, kernel.time_range.end),
+        )
         kinds = ("forward", "backward", "optimizer")
-        kind = next((k for k in kinds if any(start <= launch < stop for start, stop in cpu[k])), "other")
+        kind = next(
+            (k for k in kinds if any(start <= launch < stop for start, stop in cpu[k])),
+            "other",
+        )
         spans["communication" if "nccl" in kernel.name else kind].append(span)
         begin = max(begin, span[1]) if launch < first else begin
         end = max(end, span[1]) if first <= launch < last else end
@@ -408,7 +507,9 @@ def share_out(steps: int, spans: dict[str, list]) -> tuple[dict[str, float], flo
     for (start, kind, way), (end, _, _) in itertools.pairwise(sorted(edges)):
         active[kind] += way
         if active["step"]:
-            first = next((kind for kind in spans if kind != "step" and active[kind]), "other")
+            first = next(
+                (kind for kind in spans if kind != "step" and active[kind]), "other"
+            )
             total[first] += (end - start) / 1000 / steps
             if first != "communication" and active["communication"]:
                 total["hidden"] += (end - start) / 1000 / steps
@@ -421,12 +522,21 @@ def format_table(times: dict[str, float], hidden: float) -> str:
     table = rich.table.Table("Rank 0", box=rich.box.SIMPLE)
     table.add_column("ms a step", justify="right")
     table.add_column("share", justify="right")
-    for kind in ("waiting for data", "forward", "backward", "communication", "optimizer", "other"):
+    for kind in (
+        "waiting for data",
+        "forward",
+        "backward",
+        "communication",
+        "optimizer",
+        "other",
+    ):
         table.add_row(kind, f"{times[kind]:.1f}", f"{times[kind] / step:.1%}")
     table.add_section()
     table.add_row("step", f"{step:.1f}", "100.0%")
     console = rich.console.Console(file=io.StringIO(), width=80)
-    console.print(table, f"Hidden behind other work: {hidden:.1f} ms of communication a step.")
+    console.print(
+        table, f"Hidden behind other work: {hidden:.1f} ms of communication a step."
+    )
     return console.file.getvalue()
 
 
@@ -480,7 +590,9 @@ def gpu_usage(device: torch.device) -> str:
     usage = f"{torch.cuda.max_memory_reserved(device) / 2**30:.1f} of {total / 2**30:.0f} GiB"
     try:
         return f"{usage}, {torch.cuda.utilization(device)}% busy"
-    except Exception:  # of many kinds: a slice of a GPU (MIG) does not tell, nor do some containers
+    except (
+        Exception
+    ):  # of many kinds: a slice of a GPU (MIG) does not tell, nor do some containers
         return usage
 
 
@@ -504,7 +616,9 @@ class Monitor:
             batch = next(batches, None)
             self.stopwatch.batch_here()
             if batch is None:
-                self.gpu = gpu_usage(self.device)  # before a checkpoint, for which the GPU waits
+                self.gpu = gpu_usage(
+                    self.device
+                )  # before a checkpoint, for which the GPU waits
                 return
             yield batch
             self.hangs.tick(run.scheduler.last_epoch)
@@ -524,8 +638,13 @@ class Monitor:
 
     def usage(self, seconds: float) -> str:
         """Return what the epoch line says of these seconds: ", 3% waiting for data" and the GPU's state."""
-        waited, self.waited = self.stopwatch.seconds() - self.waited, self.stopwatch.seconds()
-        return f", {waited / seconds:.0%} waiting for data" + (f", {self.gpu}" if self.gpu else "")
+        waited, self.waited = (
+            self.stopwatch.seconds() - self.waited,
+            self.stopwatch.seconds(),
+        )
+        return f", {waited / seconds:.0%} waiting for data" + (
+            f", {self.gpu}" if self.gpu else ""
+        )
 
     def log(self, run: Run, values: dict[str, float]) -> None:
         """Track the values under the number of steps so far, once a step."""

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # torchvision 0.29 hands decoding over to another package, and would say so at every picture.
-warnings.filterwarnings("ignore", "The image decoding and encoding capabilities", DeprecationWarning)
+warnings.filterwarnings(
+    "ignore", "The image decoding and encoding capabilities", DeprecationWarning
+)
 
 IMAGENET = TRAIN, VALID, DEVKIT = (
     "ILSVRC2012_img_train.tar",  # a tar of a tar for each class
@@ -52,8 +54,16 @@ IMAGENET = TRAIN, VALID, DEVKIT = (
     "ILSVRC2012_devkit_t12.tar.gz",
 )
 TINY_IMAGENET = "tiny-imagenet-200.zip"
-FOLDERS = {"train": "train", "valid": "val"}  # of the splits, in a tree of class folders
-SPLITS = {"train": "train", "val": "valid", "valid": "valid", "validation": "valid"}  # by the folder's name
+FOLDERS = {
+    "train": "train",
+    "valid": "val",
+}  # of the splits, in a tree of class folders
+SPLITS = {
+    "train": "train",
+    "val": "valid",
+    "valid": "valid",
+    "validation": "valid",
+}  # by the folder's name
 PICTURE_NAMES = (".jpg", ".jpeg", ".png")
 PICTURE_STARTS = (b"\xff\xd8\xff", b"\x89PN")  # the first bytes of a JPEG, of a PNG
 ZEROS = bytes(1024)  # at the end of a tar
@@ -98,7 +108,9 @@ class Part(NamedTuple):
     archive: Path
     start: int = 0
     end: int = 0
-    class_tar: Member | None = None  # with all pictures of a class of ImageNet's training set
+    class_tar: Member | None = (
+        None  # with all pictures of a class of ImageNet's training set
+    )
     pictures: tuple[Picture, ...] = ()  # of any other archive
 
 
@@ -114,7 +126,9 @@ def parse_args() -> argparse.Namespace:
         def number(text: str) -> int:
             value = int(text)
             if value < minimum:
-                raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {text}")
+                raise argparse.ArgumentTypeError(
+                    f"must be at least {minimum}, not {text}"
+                )
             return value
 
         return number
@@ -127,16 +141,50 @@ def parse_args() -> argparse.Namespace:
     source = Path(os.environ.get("IMAGENET_DIR", "."))
     data_dir = Path(os.environ.get("SLURM_TMPDIR", ".")) / "data"
     add = parser.add_argument
-    add("--source", type=Path, default=source, help="folder of archives, or a .zip or .tar of class folders")
-    add("--data-dir", type=Path, default=data_dir, help="where to stage, on the node's own disk")
-    add("--extract", action="store_true", help="make the usual tree of class folders, a file a picture")
-    add("--resize", type=at_least(1), metavar="N", help="write smaller archives: shorter sides of N pixels")
-    add("--checksums", action="store_true", help="compare with the published MD5 sums: a second reading")
-    add("--workers", type=at_least(1), default=len(os.sched_getaffinity(0)), help="processes")
-    add("--release", action="store_true", help="remove what is staged, unless another job has staged it, too")
+    add(
+        "--source",
+        type=Path,
+        default=source,
+        help="folder of archives, or a .zip or .tar of class folders",
+    )
+    add(
+        "--data-dir",
+        type=Path,
+        default=data_dir,
+        help="where to stage, on the node's own disk",
+    )
+    add(
+        "--extract",
+        action="store_true",
+        help="make the usual tree of class folders, a file a picture",
+    )
+    add(
+        "--resize",
+        type=at_least(1),
+        metavar="N",
+        help="write smaller archives: shorter sides of N pixels",
+    )
+    add(
+        "--checksums",
+        action="store_true",
+        help="compare with the published MD5 sums: a second reading",
+    )
+    add(
+        "--workers",
+        type=at_least(1),
+        default=len(os.sched_getaffinity(0)),
+        help="processes",
+    )
+    add(
+        "--release",
+        action="store_true",
+        help="remove what is staged, unless another job has staged it, too",
+    )
     args = parser.parse_args()
     if args.extract and args.resize:
-        parser.error("--extract and --resize are two steps: extract what --resize has written")
+        parser.error(
+            "--extract and --resize are two steps: extract what --resize has written"
+        )
     return args
 
 
@@ -150,7 +198,9 @@ def main() -> None:
     except Problem as problem:
         fail(str(problem))
     except WorkerKilled:
-        fail(f"a worker on {HOST} was killed, for its memory perhaps: ask for more --mem or fewer --workers")
+        fail(
+            f"a worker on {HOST} was killed, for its memory perhaps: ask for more --mem or fewer --workers"
+        )
     except OSError as error:
         fail(f"{error.filename or args.data_dir} on {HOST}: {error.strerror or error}")
     except KeyboardInterrupt:
@@ -162,8 +212,17 @@ def stage(args: argparse.Namespace) -> None:
     data_dir, start = args.data_dir, time.perf_counter()
     source = find_source(args.source)
     remove_abandoned()
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.archives]
-    form = "extracted" if args.extract else f"resized {args.resize}" if args.resize else "copied"
+    files = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in source.archives
+    ]
+    form = (
+        "extracted"
+        if args.extract
+        else f"resized {args.resize}"
+        if args.resize
+        else "copied"
+    )
     wanted = {"form": form, "sources": [list(file) for file in files]}
     with lock(data_dir, create=True):
         mark = read_json(data_dir / "staged.json")
@@ -176,14 +235,21 @@ def stage(args: argparse.Namespace) -> None:
                 f"{data_dir} on {HOST} holds {describe(mark)}, from other archives or in another form than "
                 "asked for: choose another --data-dir, or remove that with --release"
             )
-        discard(data_dir)  # what a staging that was killed has left, or a node that went down
+        discard(
+            data_dir
+        )  # what a staging that was killed has left, or a node that went down
         try:
             mark = wanted | write(args, source, form)
             write_json(data_dir / "staged.json", mark)
         except BaseException as error:
             discard(data_dir)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise Problem(f"{data_dir} on {HOST} is full: choose another --data-dir") from None
+            if isinstance(error, OSError) and error.errno in (
+                errno.ENOSPC,
+                errno.EDQUOT,
+            ):
+                raise Problem(
+                    f"{data_dir} on {HOST} is full: choose another --data-dir"
+                ) from None
             raise
         register_job(data_dir)
     size, seconds = sum(size for _, size, _ in files), time.perf_counter() - start
@@ -203,9 +269,13 @@ def write(args: argparse.Namespace, source: Source, form: str) -> dict:
     made += ["train.npy", "valid.npy"]
     for name in made:
         if os.path.lexists(data_dir / name):
-            raise Problem(f"{data_dir} on {HOST} has a {name} of somebody else's: choose another --data-dir")
+            raise Problem(
+                f"{data_dir} on {HOST} has a {name} of somebody else's: choose another --data-dir"
+            )
     write_json(data_dir / "staging.json", {"made": made})  # for `discard`
-    flush(data_dir / "staging.json")  # first of all: to flush a file later is to wait for all the data
+    flush(
+        data_dir / "staging.json"
+    )  # first of all: to flush a file later is to wait for all the data
     if args.resize:
         import torchvision.transforms.v2  # noqa: F401  # once, before the workers are forked
     with WorkerPool(args.workers) as pool:
@@ -216,21 +286,37 @@ def write(args: argparse.Namespace, source: Source, form: str) -> dict:
             pictures = convert(pool, source, data_dir, args.resize)
         if args.checksums:
             compare_checksums(archives, sums)
-    classes = sorted({picture.class_name for picture in pictures if picture.split == "train"})
+    classes = sorted(
+        {picture.class_name for picture in pictures if picture.split == "train"}
+    )
     splits = {}
     for split, archive in archive_of.items():
-        index = make_index([picture for picture in pictures if picture.split == split], classes, archives)
+        index = make_index(
+            [picture for picture in pictures if picture.split == split],
+            classes,
+            archives,
+        )
         with open(part_of(data_dir / f"{split}.npy"), "wb") as file:
             np.save(file, index)
         mark = fingerprint(index, classes)
-        splits[split] = {"archive": archive, "pictures": len(index), "fingerprint": mark}
+        splits[split] = {
+            "archive": archive,
+            "pictures": len(index),
+            "fingerprint": mark,
+        }
     for name in made:
         if args.resize:  # for other nodes, too, if it is on a network disk
             flush(part_of(data_dir / name))
         os.rename(part_of(data_dir / name), data_dir / name)
     # What has not reached the disk is lost when a node goes down, and the mark may survive it.
     host = None if args.resize else HOST
-    return {"host": host, "boot": boot_id(), "made": made, "splits": splits, "classes": classes}
+    return {
+        "host": host,
+        "boot": boot_id(),
+        "made": made,
+        "splits": splits,
+        "classes": classes,
+    }
 
 
 def copy(pool: "WorkerPool", source: Source, data_dir: Path) -> list[Picture]:
@@ -243,15 +329,24 @@ def copy(pool: "WorkerPool", source: Source, data_dir: Path) -> list[Picture]:
             file.truncate(size)
         if source.layout == "imagenet" and archive.name == TRAIN:
             class_tars = list_members(archive)
-            ends = [class_tar.offset + class_tar.size for class_tar in class_tars[:-1]] + [size]
+            ends = [
+                class_tar.offset + class_tar.size for class_tar in class_tars[:-1]
+            ] + [size]
             parts += map(Part, itertools.repeat(archive), [0, *ends], ends, class_tars)
         else:
-            parts += [Part(archive, at, min(at + 2**26, size)) for at in range(0, size, 2**26)]
-    start, copied = time.perf_counter(), pool.map(functools.partial(copy_part, data_dir=data_dir), parts)
+            parts += [
+                Part(archive, at, min(at + 2**26, size)) for at in range(0, size, 2**26)
+            ]
+    start, copied = (
+        time.perf_counter(),
+        pool.map(functools.partial(copy_part, data_dir=data_dir), parts),
+    )
     devkit = None
     if source.layout == "imagenet":
         devkit = read_devkit(source.archives[2])  # while the workers copy
-        check_classes(source, devkit, [part.class_tar.name for part in parts if part.class_tar])
+        check_classes(
+            source, devkit, [part.class_tar.name for part in parts if part.class_tar]
+        )
     copied = follow(copied, [part.end - part.start for part in parts], "B", start)
     pictures = list(itertools.chain.from_iterable(copied))
     pictures += list_pictures(source, devkit, data_dir)
@@ -268,24 +363,36 @@ def copy_part(part: Part, data_dir: Path) -> list[Picture]:
         while at < part.end:
             count = os.preadv(source_file, [buffer[: part.end - at]], at)
             if count == 0:
-                raise Problem(f"{part.archive} ends early, at byte {at}: fetch it again")
+                raise Problem(
+                    f"{part.archive} ends early, at byte {at}: fetch it again"
+                )
             at += os.pwrite(target_file, buffer[:count], at)
         # Read from memory, where it has just been written.
         return list_class(target_file, part) if part.class_tar else []
 
 
-def convert(pool: "WorkerPool", source: Source, data_dir: Path, side: int | None) -> list[Picture]:
+def convert(
+    pool: "WorkerPool", source: Source, data_dir: Path, side: int | None
+) -> list[Picture]:
     """Extract all pictures; or, given a `side`, write archives of them with shorter sides of that length."""
     parts, devkit = [], None
     if source.layout == "imagenet":
         devkit = read_devkit(source.archives[2])
-        parts = [Part(source.archives[0], class_tar=member) for member in list_members(source.archives[0])]
+        parts = [
+            Part(source.archives[0], class_tar=member)
+            for member in list_members(source.archives[0])
+        ]
         check_classes(source, devkit, [part.class_tar.name for part in parts])
     listed = list_pictures(source, devkit)
     archive = source.archives[1] if devkit else source.archives[0]
-    parts += [Part(archive, pictures=tuple(listed[i : i + 200])) for i in range(0, len(listed), 200)]
+    parts += [
+        Part(archive, pictures=tuple(listed[i : i + 200]))
+        for i in range(0, len(listed), 200)
+    ]
     counts = [
-        devkit.train_pictures[Path(part.class_tar.name).stem] if part.class_tar else len(part.pictures)
+        devkit.train_pictures[Path(part.class_tar.name).stem]
+        if part.class_tar
+        else len(part.pictures)
         for part in parts
     ]
     size = sum(path.stat().st_size for path in source.archives)
@@ -294,7 +401,9 @@ def convert(pool: "WorkerPool", source: Source, data_dir: Path, side: int | None
     else:
         check_space(data_dir, size, files=sum(counts))
     start = time.perf_counter()
-    converted = pool.map(functools.partial(convert_part, data_dir=data_dir, side=side), parts)
+    converted = pool.map(
+        functools.partial(convert_part, data_dir=data_dir, side=side), parts
+    )
     converted = follow(converted, counts, " pictures", start)
     if side:
         pictures = write_resized(source, data_dir, parts, converted)
@@ -304,7 +413,9 @@ def convert(pool: "WorkerPool", source: Source, data_dir: Path, side: int | None
     return pictures
 
 
-def convert_part(part: Part, data_dir: Path, side: int | None) -> tuple[list[Picture], bytes]:
+def convert_part(
+    part: Part, data_dir: Path, side: int | None
+) -> tuple[list[Picture], bytes]:
     """Extract pictures, or return them resized: a piece of a tar, with their offsets in it."""
     converted, piece, folders = [], io.BytesIO(), set()
     with opened(part.archive) as file:
@@ -314,11 +425,19 @@ def convert_part(part: Part, data_dir: Path, side: int | None) -> tuple[list[Pic
                 data = read_bytes(file, *place)
                 data = shrink(data, side) if side else data
             except (EOFError, RuntimeError, zlib.error) as error:
-                raise Problem(f"{part.archive}: cannot read {name}: {first_line(error)}") from None
+                raise Problem(
+                    f"{part.archive}: cannot read {name}: {first_line(error)}"
+                ) from None
             if side:
-                path = name if part.archive.name in IMAGENET else f"{FOLDERS[split]}/{class_name}/{name}"
+                path = (
+                    name
+                    if part.archive.name in IMAGENET
+                    else f"{FOLDERS[split]}/{class_name}/{name}"
+                )
                 piece.write(tar_header(path, len(data)))
-                converted.append(Picture(split, class_name, name, piece.tell(), len(data)))
+                converted.append(
+                    Picture(split, class_name, name, piece.tell(), len(data))
+                )
                 piece.write(data + bytes(-len(data) % 512))
                 continue
             path = f"{data_dir}/{FOLDERS[split]}.part/{class_name}/{name}"
@@ -332,19 +451,28 @@ def convert_part(part: Part, data_dir: Path, side: int | None) -> tuple[list[Pic
     return converted, piece.getvalue()
 
 
-def write_resized(source: Source, data_dir: Path, parts: list[Part], converted: Iterable) -> list[Picture]:
+def write_resized(
+    source: Source, data_dir: Path, parts: list[Part], converted: Iterable
+) -> list[Picture]:
     """Write the workers' pieces in order, in the layout of the source, and return the pictures in it."""
     written, files = [], {}
     with contextlib.ExitStack() as stack:
         for part, (pictures, piece) in zip(parts, converted, strict=True):
-            name = part.archive.name if source.layout == "imagenet" else f"{part.archive.stem}.tar"
+            name = (
+                part.archive.name
+                if source.layout == "imagenet"
+                else f"{part.archive.stem}.tar"
+            )
             if name not in files:
                 files[name] = stack.enter_context(open(part_of(data_dir / name), "wb"))
             file = files[name]
             if part.class_tar:
                 piece += ZEROS
                 file.write(tar_header(part.class_tar.name, len(piece)))
-            written += [picture._replace(offset=file.tell() + picture.offset) for picture in pictures]
+            written += [
+                picture._replace(offset=file.tell() + picture.offset)
+                for picture in pictures
+            ]
             file.write(piece)
         for file in files.values():
             file.write(ZEROS)
@@ -369,7 +497,11 @@ def shrink(data: bytes, side: int) -> bytes:
     image = decode(data)
     if min(image.shape[1:]) <= side:
         return data
-    return encode_jpeg(functional.resize(image, [side], antialias=True), quality=90).numpy().tobytes()
+    return (
+        encode_jpeg(functional.resize(image, [side], antialias=True), quality=90)
+        .numpy()
+        .tobytes()
+    )
 
 
 def find_source(path: Path) -> Source:
@@ -379,7 +511,9 @@ def find_source(path: Path) -> Source:
     if path.is_dir():
         if found := [name for name in IMAGENET if (path / name).exists()]:
             if missing := set(IMAGENET) - set(found):
-                raise Problem(f"{path} has {found[0]} but no {min(missing)}, which is needed as well")
+                raise Problem(
+                    f"{path} has {found[0]} but no {min(missing)}, which is needed as well"
+                )
             return Source("imagenet", [path / name for name in IMAGENET])
         found = [file for file in path.iterdir() if file.suffix in (".zip", ".tar")]
         found = [file for file in found if file.name == TINY_IMAGENET] or found
@@ -390,16 +524,24 @@ def find_source(path: Path) -> Source:
             )
         path = found[0]
     if not path.exists():
-        raise Problem(f"there is no {path} on {HOST}: give the archives with --source or IMAGENET_DIR")
+        raise Problem(
+            f"there is no {path} on {HOST}: give the archives with --source or IMAGENET_DIR"
+        )
     if path.suffix not in (".zip", ".tar"):
-        raise Problem(f"{path} is no .zip and no .tar: unpack a compressed tar, pictures do not shrink")
+        raise Problem(
+            f"{path} is no .zip and no .tar: unpack a compressed tar, pictures do not shrink"
+        )
     return Source("tiny" if path.name == TINY_IMAGENET else "folders", [path])
 
 
-def list_pictures(source: Source, devkit: Devkit | None, copied_to: Path | None = None) -> list[Picture]:
+def list_pictures(
+    source: Source, devkit: Devkit | None, copied_to: Path | None = None
+) -> list[Picture]:
     """Return all the pictures but ImageNet's for training, from the source or the copy of it."""
     archive = source.archives[1] if devkit else source.archives[0]
-    members = list_members(archive, part_of(copied_to / archive.name) if copied_to else None)
+    members = list_members(
+        archive, part_of(copied_to / archive.name) if copied_to else None
+    )
     if devkit:
         members.sort()
         if len(members) != len(devkit.valid_classes):
@@ -407,7 +549,9 @@ def list_pictures(source: Source, devkit: Devkit | None, copied_to: Path | None 
                 f"{archive} has {len(members)} pictures and {DEVKIT} classes for {len(devkit.valid_classes)}"
             )
         names = [member.name.split("/")[-1] for member in members]
-        places = [("valid", *place) for place in zip(devkit.valid_classes, names, strict=True)]
+        places = [
+            ("valid", *place) for place in zip(devkit.valid_classes, names, strict=True)
+        ]
     elif source.layout == "tiny":
         places = arrange_tiny(members, archive)
     else:
@@ -420,19 +564,29 @@ def list_pictures(source: Source, devkit: Devkit | None, copied_to: Path | None 
     return pictures
 
 
-def arrange_tiny(members: list[Member], archive: Path) -> list[tuple[str, str, str] | None]:
+def arrange_tiny(
+    members: list[Member], archive: Path
+) -> list[tuple[str, str, str] | None]:
     """Return (split, class, name) of every member of Tiny ImageNet's archive, None for what is no picture."""
     texts = {}
     with opened(archive) as file:
         for member in members:
             if member.name.endswith(("/wnids.txt", "/val_annotations.txt")):
-                texts[Path(member.name).name] = read_bytes(file, *member[1:4]).decode().splitlines()
+                texts[Path(member.name).name] = (
+                    read_bytes(file, *member[1:4]).decode().splitlines()
+                )
     if len(texts) != 2:
-        raise Problem(f"{archive} lacks wnids.txt or val_annotations.txt: fetch it again")
-    valid_class = dict(line.split("\t")[:2] for line in texts["val_annotations.txt"] if "\t" in line)
+        raise Problem(
+            f"{archive} lacks wnids.txt or val_annotations.txt: fetch it again"
+        )
+    valid_class = dict(
+        line.split("\t")[:2] for line in texts["val_annotations.txt"] if "\t" in line
+    )
     places = []
     for member in members:
-        _, split, *folders, name = member.name.split("/") if member.name.count("/") > 1 else ("", "", "")
+        _, split, *folders, name = (
+            member.name.split("/") if member.name.count("/") > 1 else ("", "", "")
+        )
         if not name.lower().endswith(PICTURE_NAMES):
             places.append(None)
         elif split == "train":
@@ -443,36 +597,58 @@ def arrange_tiny(members: list[Member], archive: Path) -> list[tuple[str, str, s
             places.append(None)
     for split in FOLDERS:
         found = {place[1] for place in places if place and place[0] == split}
-        if found - set(texts["wnids.txt"]) or (split == "train" and len(found) != len(texts["wnids.txt"])):
-            raise Problem(f"{archive}: the classes of its {split} pictures are not those of its wnids.txt")
+        if found - set(texts["wnids.txt"]) or (
+            split == "train" and len(found) != len(texts["wnids.txt"])
+        ):
+            raise Problem(
+                f"{archive}: the classes of its {split} pictures are not those of its wnids.txt"
+            )
     if valid_class:
-        raise Problem(f"{archive} has no picture {min(valid_class)}, which is in its val_annotations.txt")
+        raise Problem(
+            f"{archive} has no picture {min(valid_class)}, which is in its val_annotations.txt"
+        )
     return places
 
 
-def arrange_folders(members: list[Member], archive: Path) -> list[tuple[str, str, str] | None]:
+def arrange_folders(
+    members: list[Member], archive: Path
+) -> list[tuple[str, str, str] | None]:
     """Return (split, class, name) of every member of an archive of class folders, None for no picture."""
     paths = []
     for member in members:
         path = [folder for folder in member.name.split("/") if folder not in ("", ".")]
         hidden = any(folder.startswith((".", "__MACOSX")) for folder in path)
-        paths.append([] if hidden or not member.name.lower().endswith(PICTURE_NAMES) else path)
+        paths.append(
+            [] if hidden or not member.name.lower().endswith(PICTURE_NAMES) else path
+        )
     places = []
     for path in paths:  # [any/parent/]train/CLASS/[any/folder/]name
         at = next((i for i, folder in enumerate(path[:-2]) if folder in SPLITS), None)
-        places.append(None if at is None else (SPLITS[path[at]], path[at + 1], "/".join(path[at + 2 :])))
+        places.append(
+            None
+            if at is None
+            else (SPLITS[path[at]], path[at + 1], "/".join(path[at + 2 :]))
+        )
     found = {place[0] for place in places if place}
     if len(found) == 1:
-        raise Problem(f"{archive} has class folders for {min(found)} only: train and val are needed")
+        raise Problem(
+            f"{archive} has class folders for {min(found)} only: train and val are needed"
+        )
     return places if found else hold_out(paths, archive)
 
 
-def hold_out(paths: list[list[str]], archive: Path) -> list[tuple[str, str, str] | None]:
+def hold_out(
+    paths: list[list[str]], archive: Path
+) -> list[tuple[str, str, str] | None]:
     """Split an archive that has class folders only, by the names of the pictures in each class."""
-    say(f"{archive.name} has no train and val folders: every tenth picture of a class is held out")
+    say(
+        f"{archive.name} has no train and val folders: every tenth picture of a class is held out"
+    )
     roots = [path[:-2] for path in paths if path]
     root = 0  # how many folders all the pictures are in, before that of their class
-    while roots and all(len(folders) > root and folders[root] == roots[0][root] for folders in roots):
+    while roots and all(
+        len(folders) > root and folders[root] == roots[0][root] for folders in roots
+    ):
         root += 1
     places, seen = [None] * len(paths), collections.Counter()
     for i in sorted(range(len(paths)), key=paths.__getitem__):
@@ -487,7 +663,10 @@ def hold_out(paths: list[list[str]], archive: Path) -> list[tuple[str, str, str]
 def list_class(file: int, part: Part) -> list[Picture]:
     """Return the pictures in a class's tar, which is inside ImageNet's training archive."""
     _, offset, size, *_ = part.class_tar
-    archive, class_name = f"{part.archive}: {part.class_tar.name}", Path(part.class_tar.name).stem
+    archive, class_name = (
+        f"{part.archive}: {part.class_tar.name}",
+        Path(part.class_tar.name).stem,
+    )
     members = read_tar(file, archive, offset, offset + size)
     for member in members:
         check_picture(member, archive)
@@ -517,17 +696,24 @@ def read_tar(file: int, archive: str, start: int, end: int) -> list[Member]:
         header = block[:512]
         after = f"after {members[-1].name}" if members else "at its start"
         if at + 512 > end or len(header) < 512:
-            raise Problem(f"{archive} ends early, {after}, at byte {at}: fetch it again")
+            raise Problem(
+                f"{archive} ends early, {after}, at byte {at}: fetch it again"
+            )
         if header == ZEROS[:512]:
             return members
         try:
-            size, checksum = (int(field.strip(b"\0 "), 8) for field in (header[124:136], header[148:156]))
+            size, checksum = (
+                int(field.strip(b"\0 "), 8)
+                for field in (header[124:136], header[148:156])
+            )
         except ValueError:
             size = checksum = -1
         # It is the sum of all bytes, with spaces for its own. adler32 has that modulo 65521, and is quick.
         total = checksum + sum(header[148:156]) - 8 * ord(" ")
         if size < 0 or (total + 1) % 65521 != zlib.adler32(header) & 0xFFFF:
-            raise Problem(f"{archive} is damaged, {after}, at byte {at}: fetch it again")
+            raise Problem(
+                f"{archive} is damaged, {after}, at byte {at}: fetch it again"
+            )
         kind, name = header[156:157], header[:100].split(b"\0", 1)[0]
         if header[257:263] == b"ustar\0" and header[345]:
             name = header[345:500].split(b"\0", 1)[0] + b"/" + name
@@ -542,7 +728,9 @@ def read_tar(file: int, archive: str, start: int, end: int) -> list[Member]:
             if kind in b"07\0":
                 members.append(Member(name, at + 512, size, 0, block[512:][:size]))
             elif kind != b"5":
-                raise Problem(f"{archive}: {name} is a link or a device, which are refused")
+                raise Problem(
+                    f"{archive}: {name} is a link or a device, which are refused"
+                )
         at += 512 + size + -size % 512
 
 
@@ -558,14 +746,25 @@ def read_zip(file: int, archive: Path) -> list[Member]:
         check_name(info.filename, archive)
         kind = stat.S_IFMT(info.external_attr >> 16)
         if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-            raise Problem(f"{archive}: {info.filename} is a link or a device, which are refused")
-        if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise Problem(f"{archive}: {info.filename} is neither stored nor deflated: make the zip anew")
+            raise Problem(
+                f"{archive}: {info.filename} is a link or a device, which are refused"
+            )
+        if info.flag_bits & 1 or info.compress_type not in (
+            zipfile.ZIP_STORED,
+            zipfile.ZIP_DEFLATED,
+        ):
+            raise Problem(
+                f"{archive}: {info.filename} is neither stored nor deflated: make the zip anew"
+            )
         if info.is_dir():
             continue
         # Bytes that are missing before its directory make the offsets in that negative.
-        local = os.pread(file, 30, info.header_offset) if info.header_offset >= 0 else b""
-        lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+        local = (
+            os.pread(file, 30, info.header_offset) if info.header_offset >= 0 else b""
+        )
+        lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(
+            local[28:30], "little"
+        )
         offset = info.header_offset + 30 + lengths
         if local[:4] != b"PK\3\4" or offset + info.compress_size > size:
             raise Problem(
@@ -573,8 +772,14 @@ def read_zip(file: int, archive: Path) -> list[Member]:
             )
         packed = info.compress_size if info.compress_type == zipfile.ZIP_DEFLATED else 0
         start = os.pread(file, min(info.compress_size, 512), offset)
-        with contextlib.suppress(zlib.error):  # then it does not start as a picture does
-            start = zlib.decompressobj(wbits=-zlib.MAX_WBITS).decompress(start, 3) if packed else start
+        with contextlib.suppress(
+            zlib.error
+        ):  # then it does not start as a picture does
+            start = (
+                zlib.decompressobj(wbits=-zlib.MAX_WBITS).decompress(start, 3)
+                if packed
+                else start
+            )
         members.append(Member(info.filename, offset, info.file_size, packed, start[:3]))
     return members
 
@@ -599,16 +804,34 @@ def read_devkit(archive: Path) -> Devkit:
         with tarfile.open(archive) as tar:
             folder = f"{DEVKIT.removesuffix('.tar.gz')}/data"
             matrix = io.BytesIO(tar.extractfile(f"{folder}/meta.mat").read())
-            truth = tar.extractfile(f"{folder}/ILSVRC2012_validation_ground_truth.txt").read()
+            truth = tar.extractfile(
+                f"{folder}/ILSVRC2012_validation_ground_truth.txt"
+            ).read()
         synsets = np.atleast_1d(loadmat(matrix, squeeze_me=True)["synsets"])
-        leaves = [synset for synset in synsets if synset["num_children"] == 0]  # the others are no classes
+        leaves = [
+            synset for synset in synsets if synset["num_children"] == 0
+        ]  # the others are no classes
         class_of = {int(leaf["ILSVRC2012_ID"]): str(leaf["WNID"]) for leaf in leaves}
-        train_pictures = {str(leaf["WNID"]): int(leaf["num_train_images"]) for leaf in leaves}
+        train_pictures = {
+            str(leaf["WNID"]): int(leaf["num_train_images"]) for leaf in leaves
+        }
         ids = [int(line) for line in truth.split()]
-    except (tarfile.TarError, zlib.error, EOFError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise Problem(f"{archive} is damaged: {first_line(error)}: fetch it again") from None
+    except (
+        tarfile.TarError,
+        zlib.error,
+        EOFError,
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise Problem(
+            f"{archive} is damaged: {first_line(error)}: fetch it again"
+        ) from None
     if unknown := set(ids) - set(class_of):
-        raise Problem(f"{archive}: the ground truth has the class {min(unknown)}, and meta.mat does not")
+        raise Problem(
+            f"{archive}: the ground truth has the class {min(unknown)}, and meta.mat does not"
+        )
     return Devkit(train_pictures, [class_of[number] for number in ids])
 
 
@@ -617,31 +840,45 @@ def check_classes(source: Source, devkit: Devkit, class_tars: list[str]) -> None
     if different := found ^ wanted:
         name = min(different)
         has, lacks = (TRAIN, DEVKIT) if name in found else (DEVKIT, TRAIN)
-        raise Problem(f"{source.archives[0].parent}: {Path(name).stem} is in {has}, and not in {lacks}")
+        raise Problem(
+            f"{source.archives[0].parent}: {Path(name).stem} is in {has}, and not in {lacks}"
+        )
 
 
-def check_counts(source: Source, devkit: Devkit | None, pictures: list[Picture]) -> None:
-    counts = collections.Counter(picture.class_name for picture in pictures if picture.split == "train")
+def check_counts(
+    source: Source, devkit: Devkit | None, pictures: list[Picture]
+) -> None:
+    counts = collections.Counter(
+        picture.class_name for picture in pictures if picture.split == "train"
+    )
     for name, wanted in devkit.train_pictures.items() if devkit else ():
         if counts[name] != wanted:
             found = f"{counts[name]} pictures of {name}"
-            raise Problem(f"{source.archives[0]} has {found}, and {DEVKIT} {wanted}: fetch it again")
+            raise Problem(
+                f"{source.archives[0]} has {found}, and {DEVKIT} {wanted}: fetch it again"
+            )
 
 
 def check_picture(member: Member, archive: Path | str) -> None:
     if member.start not in PICTURE_STARTS or member.size >= 2**31:
-        raise Problem(f"{archive}: {member.name} is no JPEG and no PNG: convert it, or take it out")
+        raise Problem(
+            f"{archive}: {member.name} is no JPEG and no PNG: convert it, or take it out"
+        )
 
 
 def check_name(name: str, archive: Path | str) -> None:
     if name.startswith("/") or "/../" in f"/{name}/" or not name.isprintable():
-        raise Problem(f"{archive}: a member's name, {name!r}, leads elsewhere or cannot be printed")
+        raise Problem(
+            f"{archive}: a member's name, {name!r}, leads elsewhere or cannot be printed"
+        )
 
 
 def check_space(data_dir: Path, size: int, files: int = 0) -> None:
     """Refuse to start what the disk has no room for."""
     disk = os.statvfs(data_dir)
-    needed = size + files * disk.f_frsize // 2 + 2**20  # the last block of a file is half empty, on average
+    needed = (
+        size + files * disk.f_frsize // 2 + 2**20
+    )  # the last block of a file is half empty, on average
     free = disk.f_bavail * disk.f_frsize
     if needed > free:
         raise Problem(
@@ -649,7 +886,9 @@ def check_space(data_dir: Path, size: int, files: int = 0) -> None:
             "choose another --data-dir"
         )
     if disk.f_files and files > disk.f_favail:
-        raise Problem(f"{data_dir} on {HOST} has room for {disk.f_favail} files, not {files}: no --extract")
+        raise Problem(
+            f"{data_dir} on {HOST} has room for {disk.f_favail} files, not {files}: no --extract"
+        )
 
 
 def md5(path: Path) -> str:
@@ -660,29 +899,51 @@ def md5(path: Path) -> str:
 def compare_checksums(archives: list[Path], sums: Iterable[str]) -> None:
     from torchvision.datasets.imagenet import ARCHIVE_META
 
-    published = {TINY_IMAGENET: "90528d7ca1a48142e341f4ef8d21d0de", **dict(ARCHIVE_META.values())}
+    published = {
+        TINY_IMAGENET: "90528d7ca1a48142e341f4ef8d21d0de",
+        **dict(ARCHIVE_META.values()),
+    }
     for archive, found in zip(archives, sums, strict=True):
         if found != published.get(archive.name, found):
-            raise Problem(f"{archive} has the MD5 sum {found}, not the published one: fetch it again")
+            raise Problem(
+                f"{archive} has the MD5 sum {found}, not the published one: fetch it again"
+            )
 
 
-def make_index(pictures: list[Picture], classes: list[str], archives: list[Path]) -> np.ndarray:
+def make_index(
+    pictures: list[Picture], classes: list[str], archives: list[Path]
+) -> np.ndarray:
     """Return the pictures' places and labels, in the order of their classes and names."""
     label_of = {name: label for label, name in enumerate(classes)}
     split = pictures[0].split if pictures else "train or validation"
     if len(pictures) == 0 or len(classes) == 0:
         raise Problem(f"{archives[0]} has no {split} pictures in class folders")
     if unknown := {picture.class_name for picture in pictures} - set(classes):
-        raise Problem(f"{archives[0]} has {split} pictures of {min(unknown)}, and none to train on")
+        raise Problem(
+            f"{archives[0]} has {split} pictures of {min(unknown)}, and none to train on"
+        )
     width = max(len(os.fsencode(picture.name)) for picture in pictures)
-    fields = [("offset", "i8"), ("size", "i4"), ("packed", "i4"), ("label", "i4"), ("name", f"S{width}")]
-    rows = ((p.offset, p.size, p.packed, label_of[p.class_name], os.fsencode(p.name)) for p in pictures)
+    fields = [
+        ("offset", "i8"),
+        ("size", "i4"),
+        ("packed", "i4"),
+        ("label", "i4"),
+        ("name", f"S{width}"),
+    ]
+    rows = (
+        (p.offset, p.size, p.packed, label_of[p.class_name], os.fsencode(p.name))
+        for p in pictures
+    )
     index = np.fromiter(rows, fields, count=len(pictures))
     index = index[np.lexsort((index["name"], index["label"]))]
-    same = (index["label"][1:] == index["label"][:-1]) & (index["name"][1:] == index["name"][:-1])
+    same = (index["label"][1:] == index["label"][:-1]) & (
+        index["name"][1:] == index["name"][:-1]
+    )
     if same.any():
         twice = os.fsdecode(index["name"][1:][same][0])
-        raise Problem(f"{archives[0].parent}: there are two pictures {twice} of the same class")
+        raise Problem(
+            f"{archives[0].parent}: there are two pictures {twice} of the same class"
+        )
     return index
 
 
@@ -702,11 +963,17 @@ class WorkerPool:
     """
 
     def __init__(self, processes: int):
-        context = multiprocessing.get_context("fork")  # with all that is imported, and the lock, held by each
+        context = multiprocessing.get_context(
+            "fork"
+        )  # with all that is imported, and the lock, held by each
         self.processes, self.free = [], queue.SimpleQueue()
         for _ in range(processes):
             ours, theirs = context.Pipe()
-            self.processes.append(context.Process(target=work, args=(theirs, ours, os.getpid()), daemon=True))
+            self.processes.append(
+                context.Process(
+                    target=work, args=(theirs, ours, os.getpid()), daemon=True
+                )
+            )
             self.processes[-1].start()
             theirs.close()
             self.free.put(ours)
@@ -714,7 +981,9 @@ class WorkerPool:
 
     def map(self, function: Callable, arguments: Iterable) -> Iterator:
         """Start to call the function, and yield the results in order; not so fast that they pile up."""
-        calls = (self.threads.submit(self.call, function, argument) for argument in arguments)
+        calls = (
+            self.threads.submit(self.call, function, argument) for argument in arguments
+        )
         started = collections.deque(itertools.islice(calls, 4 * len(self.processes)))
 
         def results() -> Iterator:
@@ -755,7 +1024,9 @@ class WorkerKilled(Exception):
 
 def work(connection: Connection, others_end: Connection, parent: int) -> None:
     """Call what comes over a connection, and answer with the result or the error, until killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the parent, too, which ends this process
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
     if os.getppid() != parent:
         os._exit(1)
@@ -773,14 +1044,20 @@ def work(connection: Connection, others_end: Connection, parent: int) -> None:
 def follow(results: Iterable, amounts: list[int], unit: str, start: float) -> Iterator:
     """Pass results on, with a progress bar in a terminal, or a line at every tenth in a job's output."""
     total, done = sum(amounts), 0
-    with tqdm(total=total, desc=HOST, unit=unit, unit_scale=True, leave=False, disable=None) as bar:
+    with tqdm(
+        total=total, desc=HOST, unit=unit, unit_scale=True, leave=False, disable=None
+    ) as bar:
         for amount, result in zip(amounts, results, strict=True):
             yield result
             bar.update(amount)
             tenth, done = 10 * done // total, done + amount
             if bar.disable and tenth < 10 * done // total < 10:
                 rate = done / (time.perf_counter() - start)
-                rate = f"{rate / 1e9:.2f} GB/s" if unit == "B" else f"{rate:.0f} pictures/s"
+                rate = (
+                    f"{rate / 1e9:.2f} GB/s"
+                    if unit == "B"
+                    else f"{rate:.0f} pictures/s"
+                )
                 say(f"{10 * (10 * done // total)}%, {rate}")
 
 
@@ -828,7 +1105,9 @@ def make_private(data_dir: Path) -> None:
         os.makedirs(data_dir, mode=0o700)
     shared = os.stat(data_dir.absolute().parent).st_mode & stat.S_ISVTX  # as /tmp is
     if shared and os.lstat(data_dir).st_uid != os.geteuid():
-        raise Problem(f"{data_dir} on {HOST} belongs to another user: choose another --data-dir")
+        raise Problem(
+            f"{data_dir} on {HOST} belongs to another user: choose another --data-dir"
+        )
 
 
 def register_job(data_dir: Path) -> None:
@@ -840,10 +1119,16 @@ def register_job(data_dir: Path) -> None:
 
 def squeue(option: str) -> subprocess.CompletedProcess | None:
     """Return what Slurm says of some jobs, a number a line, whatever partitions and SQUEUE_USERS may hide."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SQUEUE_")
+    }
     command = ["squeue", "--noheader", "--all", "--format=%A", option]
     try:
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
 
@@ -854,7 +1139,9 @@ def is_running(job: str) -> bool:
     if answer is None:
         return True
     # An array's number stands for all that is left of it.
-    return job in answer.stdout.split() or (answer.returncode != 0 and "Invalid job id" not in answer.stderr)
+    return job in answer.stdout.split() or (
+        answer.returncode != 0 and "Invalid job id" not in answer.stderr
+    )
 
 
 def remove_abandoned() -> None:
@@ -865,14 +1152,22 @@ def remove_abandoned() -> None:
     paths, mine = {}, os.environ.get("SLURM_JOB_ID")
     for path in Path("/tmp").glob("slurm-job-*"):
         job = path.name.removeprefix("slurm-job-")
-        with contextlib.suppress(FileNotFoundError):  # another job may be doing the same
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # another job may be doing the same
             found = path.lstat()
-            if job.isdecimal() and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+            if (
+                job.isdecimal()
+                and stat.S_ISDIR(found.st_mode)
+                and found.st_uid == os.geteuid()
+            ):
                 paths[job] = path
     if not (paths and mine and (answer := squeue(f"--user={os.geteuid()}"))):
         return
     jobs = answer.stdout.split()  # those on other nodes, too: some share their /tmp
-    for job in paths.keys() - jobs if mine in jobs else []:  # or that is no list of the jobs
+    for job in (
+        paths.keys() - jobs if mine in jobs else []
+    ):  # or that is no list of the jobs
         shutil.rmtree(paths[job], ignore_errors=True)
         say(f"removed {paths[job]}: a job of yours that Slurm has ended could not")
 
@@ -882,7 +1177,9 @@ def release(data_dir: Path) -> None:
     with contextlib.suppress(FileNotFoundError), lock(data_dir, create=False):
         jobs, mine = data_dir / "jobs", os.environ.get("SLURM_JOB_ID")
         if mine:
-            (jobs / mine).unlink()  # this job has staged nothing here where there is no such file
+            (
+                jobs / mine
+            ).unlink()  # this job has staged nothing here where there is no such file
         if jobs.exists() and any(is_running(job.name) for job in jobs.iterdir()):
             return
         discard(data_dir)
@@ -939,8 +1236,12 @@ def boot_id() -> str:
 
 
 def describe(mark: dict) -> str:
-    train, valid = (f"{mark['splits'][split]['pictures']:,}".replace(",", " ") for split in FOLDERS)
-    return f"{train} + {valid} pictures of {len(mark['classes'])} classes, {mark['form']}"
+    train, valid = (
+        f"{mark['splits'][split]['pictures']:,}".replace(",", " ") for split in FOLDERS
+    )
+    return (
+        f"{train} + {valid} pictures of {len(mark['classes'])} classes, {mark['form']}"
+    )
 
 
 def first_line(error: Exception) -> str:
@@ -948,7 +1249,9 @@ def first_line(error: Exception) -> str:
 
 
 def say(line: str) -> None:
-    sys.stdout.write(f"{HOST}: {line}\n")  # in one piece: other nodes may write there, too
+    sys.stdout.write(
+        f"{HOST}: {line}\n"
+    )  # in one piece: other nodes may write there, too
     sys.stdout.flush()
 
 
@@ -977,7 +1280,9 @@ class Pictures:
                 self.file = os.open(self.data_dir / self.archive, os.O_RDONLY)
         elif all((self.data_dir / name).is_dir() for name in FOLDERS.values()):
             train = self.data_dir / FOLDERS["train"]
-            self.classes = sorted(entry.name for entry in os.scandir(train) if entry.is_dir())
+            self.classes = sorted(
+                entry.name for entry in os.scandir(train) if entry.is_dir()
+            )
             self.archive = None
             self.index = scan(folder, split, self.classes)
             self.fingerprint = fingerprint(self.index, self.classes)
@@ -999,21 +1304,28 @@ class Pictures:
         return len(self.index)
 
     def name(self, i: int) -> str:
-        name, class_name = os.fsdecode(self.index["name"][i]), self.classes[self.labels[i]]
+        name, class_name = (
+            os.fsdecode(self.index["name"][i]),
+            self.classes[self.labels[i]],
+        )
         if self.archive is None:
             return f"{self.data_dir / FOLDERS[self.split] / class_name / name}"
         return f"{self.archive}: {name if self.archive in IMAGENET else f'{class_name}/{name}'}"
 
     def read(self, i: int) -> "Tensor":
         """Return a picture: RGB, uint8, shape (3, height, width)."""
-        offset, size, packed = (int(self.index[field][i]) for field in ("offset", "size", "packed"))
+        offset, size, packed = (
+            int(self.index[field][i]) for field in ("offset", "size", "packed")
+        )
         try:
             if self.file is not None:
                 return decode(read_bytes(self.file, offset, size, packed))
             with opened(self.name(i)) as file:
                 return decode(read_bytes(file, offset, size, packed))
         except (OSError, EOFError, RuntimeError, zlib.error) as error:
-            raise BadPicture(f"cannot read {self.name(i)} on {HOST}: {first_line(error)}") from None
+            raise BadPicture(
+                f"cannot read {self.name(i)} on {HOST}: {first_line(error)}"
+            ) from None
 
 
 def scan(folder: Path, split: str, classes: list[str]) -> np.ndarray:
@@ -1026,11 +1338,17 @@ def scan(folder: Path, split: str, classes: list[str]) -> np.ndarray:
                 if name.lower().endswith(PICTURE_NAMES) and not name.startswith("."):
                     file = f"{path}/{name}"
                     name = os.path.relpath(file, folder / class_name)
-                    pictures.append(Picture(split, class_name, name, 0, os.path.getsize(file)))
+                    pictures.append(
+                        Picture(split, class_name, name, 0, os.path.getsize(file))
+                    )
         return pictures
 
-    with ThreadPoolExecutor(32) as pool:  # a network disk answers slowly, but many at a time
-        pictures = [picture for found in pool.map(scan_class, classes) for picture in found]
+    with ThreadPoolExecutor(
+        32
+    ) as pool:  # a network disk answers slowly, but many at a time
+        pictures = [
+            picture for found in pool.map(scan_class, classes) for picture in found
+        ]
     return make_index(pictures, classes, [folder])
 
 
@@ -1042,7 +1360,9 @@ def decode(data: "Tensor | bytearray") -> "Tensor":
     if not isinstance(data, torch.Tensor):
         data = torch.frombuffer(data, dtype=torch.uint8)
     image = decode_image(data, mode="RGB")
-    return image if image.dtype == torch.uint8 else (image.int() >> 8).byte()  # a PNG may have 16 bits
+    return (
+        image if image.dtype == torch.uint8 else (image.int() >> 8).byte()
+    )  # a PNG may have 16 bits
 
 
 class Synthetic:
@@ -1051,7 +1371,9 @@ class Synthetic:
     Another seed gives other pictures of the same classes.
     """
 
-    def __init__(self, samples: int, classes: int, seed: int = 0, resolution: int = 256):
+    def __init__(
+        self, samples: int, classes: int, seed: int = 0, resolution: int = 256
+    ):
         import torch
 
         self.arguments = samples, classes, seed, resolution
@@ -1061,10 +1383,15 @@ class Synthetic:
         self.longest = resolution + resolution // 4
         generator = torch.Generator().manual_seed(0)
         stripes = torch.rand(2, classes * 3, 1, 8, generator=generator)
-        stripes = [torch.nn.functional.interpolate(s, self.longest, mode="linear") for s in stripes]
+        stripes = [
+            torch.nn.functional.interpolate(s, self.longest, mode="linear")
+            for s in stripes
+        ]
         rows, columns = ((s * 64).byte().view(classes, 3, -1) for s in stripes)
         self.rows, self.columns = rows[:, :, :, None], columns[:, :, None, :]
-        noise = torch.randint(128, (3 * self.longest**2 + 2**16,), dtype=torch.uint8, generator=generator)
+        noise = torch.randint(
+            128, (3 * self.longest**2 + 2**16,), dtype=torch.uint8, generator=generator
+        )
         self.noise = noise
 
     def __reduce__(self):
@@ -1079,7 +1406,9 @@ class Synthetic:
     def read(self, i: int) -> "Tensor":
         _, _, seed, resolution = self.arguments
         rng = np.random.default_rng((seed, i))
-        height, width = rng.integers(resolution, self.longest, size=2, endpoint=True).tolist()
+        height, width = rng.integers(
+            resolution, self.longest, size=2, endpoint=True
+        ).tolist()
         start, label = int(rng.integers(2**16)), self.labels[i]
         noise = self.noise[start : start + 3 * height * width].view(3, height, width)
         return noise + self.rows[label, :, :height] + self.columns[label, :, :, :width]

@@ -38,7 +38,9 @@ def parse_args() -> argparse.Namespace:
         def number(text: str) -> int | float:
             value = type(minimum)(text)
             if not value >= minimum:  # so written, it also refuses nan
-                raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {text}")
+                raise argparse.ArgumentTypeError(
+                    f"must be at least {minimum}, not {text}"
+                )
             return value
 
         return number
@@ -51,14 +53,37 @@ def parse_args() -> argparse.Namespace:
     # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
     data_dir = Path(os.environ.get("SLURM_TMPDIR", ".")) / "data"
     add = parser.add_argument
-    add("--data-dir", type=Path, default=data_dir, help="folder that has CIFAR-10, or gets it")
-    add("--synthetic", action="store_true", help="train on made-up pictures: no data, no network")
+    add(
+        "--data-dir",
+        type=Path,
+        default=data_dir,
+        help="folder that has CIFAR-10, or gets it",
+    )
+    add(
+        "--synthetic",
+        action="store_true",
+        help="train on made-up pictures: no data, no network",
+    )
     add("--epochs", type=at_least(1), default=20, help="passes over the training set")
     add("--batch-size", type=at_least(1), default=256, help="samples per GPU in a step")
-    add("--learning-rate", type=at_least(0.0), default=0.2, help="peak, per 256 samples of the global batch")
-    add("--weight-decay", type=at_least(0.0), default=5e-4, help="L2 penalty on the parameters")
+    add(
+        "--learning-rate",
+        type=at_least(0.0),
+        default=0.2,
+        help="peak, per 256 samples of the global batch",
+    )
+    add(
+        "--weight-decay",
+        type=at_least(0.0),
+        default=5e-4,
+        help="L2 penalty on the parameters",
+    )
     add("--seed", type=at_least(0), default=0, help="seed of everything random")
-    add("--compile", action="store_true", help="compile the model: a slow start, faster steps")
+    add(
+        "--compile",
+        action="store_true",
+        help="compile the model: a slow start, faster steps",
+    )
     return parser.parse_args()
 
 
@@ -88,7 +113,15 @@ def main() -> None:
 
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
-        metrics = train(ddp_model, optimizer, scheduler, train_set, global_batch_size, args.seed, epoch)
+        metrics = train(
+            ddp_model,
+            optimizer,
+            scheduler,
+            train_set,
+            global_batch_size,
+            args.seed,
+            epoch,
+        )
         train_loss, train_accuracy = average(metrics, steps * global_batch_size)
         rate = steps * global_batch_size / (time.perf_counter() - start)
         valid_loss, valid_accuracy = average(
@@ -98,7 +131,9 @@ def main() -> None:
             f"Epoch {epoch}: train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, {rate:.0f} images/s"
         )
-    test_loss, test_accuracy = average(evaluate(model, test_set, args.batch_size), len(test_set.labels))
+    test_loss, test_accuracy = average(
+        evaluate(model, test_set, args.batch_size), len(test_set.labels)
+    )
     logger.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
     dist.barrier()
     dist.destroy_process_group()
@@ -120,14 +155,18 @@ def setup_distributed() -> torch.device:
     local_rank = int(env["LOCAL_RANK"])
     # Rank 0 waits for the others here. job.sh sets both, salloc neither. Port 0 is any free one.
     job = int(read_slurm_number("SLURM_JOB_ID", alone="0"))
-    if "MASTER_ADDR" not in env and "SLURM_STEP_NODELIST" in env:  # not the job's list: a step may have less
+    if (
+        "MASTER_ADDR" not in env and "SLURM_STEP_NODELIST" in env
+    ):  # not the job's list: a step may have less
         command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
         env["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
     env.setdefault("MASTER_ADDR", "127.0.0.1")
     env.setdefault("MASTER_PORT", str(job and 10000 + job % 20000))
 
     gpus = torch.cuda.device_count() or int(env.get("SLURM_GPUS_ON_NODE", "0"))
-    hidden = "SLURM_GPUS_PER_TASK" in env or "per_task" in env.get("SLURM_TRES_BIND", "")
+    hidden = "SLURM_GPUS_PER_TASK" in env or "per_task" in env.get(
+        "SLURM_TRES_BIND", ""
+    )
     if gpus and (local_rank >= gpus or hidden):
         fail(
             f"rank {rank} of {host} has no GPU to itself: "
@@ -137,10 +176,16 @@ def setup_distributed() -> torch.device:
     if gpu:
         torch.cuda.set_device(gpu)
     try:
-        if rank == 0 and not torchrun:  # c10d would take minutes and pages to say what is wrong there
-            family, *_, address = socket.getaddrinfo(env["MASTER_ADDR"], env["MASTER_PORT"])[0]
+        if (
+            rank == 0 and not torchrun
+        ):  # c10d would take minutes and pages to say what is wrong there
+            family, *_, address = socket.getaddrinfo(
+                env["MASTER_ADDR"], env["MASTER_PORT"]
+            )[0]
             socket.create_server(address, family=family).close()
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, timeout=timedelta(minutes=2))
+        dist.init_process_group(
+            "nccl" if gpu else "gloo", device_id=gpu, timeout=timedelta(minutes=2)
+        )
     except (OSError, RuntimeError) as error:
         fail(
             f"rank {rank} of {world_size} on {host}, with {gpu or 'no GPU'}, cannot join the others at "
@@ -154,21 +199,38 @@ def read_slurm_number(name: str, alone: str) -> str:
     """Return a number that srun gives its tasks, or `alone` outside of Slurm."""
     value = os.environ.get(name, "missing" if "SLURM_STEP_ID" in os.environ else alone)
     if not value.isdecimal():
-        fail(f"{name} is {value}, not the number that srun sets: start main.py with srun")
+        fail(
+            f"{name} is {value}, not the number that srun sets: start main.py with srun"
+        )
     return value
 
 
-def train(model, optimizer, scheduler, data: Split, global_batch_size: int, seed: int, epoch: int) -> Tensor:
+def train(
+    model,
+    optimizer,
+    scheduler,
+    data: Split,
+    global_batch_size: int,
+    seed: int,
+    epoch: int,
+) -> Tensor:
     """Train for one epoch and return its metrics (see `measure`)."""
     model.train()
     device = data.labels.device
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    order, top, left, flip = (draw.to(device) for draw in draw_epoch(len(data.labels), seed, epoch))
+    order, top, left, flip = (
+        draw.to(device) for draw in draw_epoch(len(data.labels), seed, epoch)
+    )
     steps = len(order) // global_batch_size
     batches = order[: steps * global_batch_size].view(steps, global_batch_size)
-    batches = batches[:, dist.get_rank() :: dist.get_world_size()]  # this rank's share of each
+    batches = batches[
+        :, dist.get_rank() :: dist.get_world_size()
+    ]  # this rank's share of each
     for index in progress(batches, f"Epoch {epoch}"):
-        images, labels = data.images[index, flip[index], top[index], left[index]], data.labels[index]
+        images, labels = (
+            data.images[index, flip[index], top[index], left[index]],
+            data.labels[index],
+        )
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(normalize(images))
             loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
@@ -190,7 +252,9 @@ def evaluate(model: nn.Module, data: Split, batch_size: int) -> Tensor:
     device = data.labels.device
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
     order = torch.arange(len(data.labels), device=device)
-    order = order[dist.get_rank() :: dist.get_world_size()]  # this rank's share; not all have the same length
+    order = order[
+        dist.get_rank() :: dist.get_world_size()
+    ]  # this rank's share; not all have the same length
     for index in order.split(batch_size):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(normalize(data.images[index]))
@@ -225,7 +289,9 @@ def build_model() -> nn.Module:
     return model
 
 
-def build_optimizer(model: nn.Module, args: argparse.Namespace, global_batch_size: int, steps: int):
+def build_optimizer(
+    model: nn.Module, args: argparse.Namespace, global_batch_size: int, steps: int
+):
     """Return SGD and its one-cycle schedule, which is moved on after every step."""
     # The learning rate follows the global batch: linear scaling, Goyal et al. 2017, arXiv:1706.02677.
     learning_rate = args.learning_rate * global_batch_size / 256
@@ -257,13 +323,17 @@ def count_steps(data: Split, global_batch_size: int) -> int:
     return steps
 
 
-def load_data(args: argparse.Namespace, device: torch.device) -> tuple[Split, Split, Split]:
+def load_data(
+    args: argparse.Namespace, device: torch.device
+) -> tuple[Split, Split, Split]:
     """Return the training, validation and test sets on `device`."""
     rank, local_rank = dist.get_rank(), dist.get_node_local_rank()
     # Rank 0 downloads what is missing, then one rank of every other node, if that has a disk of its own.
     for my_turn in (rank == 0, local_rank == 0 and rank != 0, local_rank != 0):
         if my_turn:
-            train_set, test_set = draw_synthetic() if args.synthetic else read_cifar10(args.data_dir)
+            train_set, test_set = (
+                draw_synthetic() if args.synthetic else read_cifar10(args.data_dir)
+            )
         dist.barrier()
     images, labels = (tensor.to(device) for tensor in train_set)
     # The pictures come in a random order: the last tenth is held out for validation.
@@ -277,21 +347,30 @@ def load_data(args: argparse.Namespace, device: torch.device) -> tuple[Split, Sp
 
 def read_cifar10(data_dir: Path) -> tuple[Split, Split]:
     """Read the training and the test pictures, after downloading them where `data_dir` has none."""
-    socket.setdefaulttimeout(10)  # seconds; a firewall may drop packets, and then a download never ends
+    socket.setdefaulttimeout(
+        10
+    )  # seconds; a firewall may drop packets, and then a download never ends
     try:
-        parts = [CIFAR10(data_dir, train=train, download=True) for train in (True, False)]
+        parts = [
+            CIFAR10(data_dir, train=train, download=True) for train in (True, False)
+        ]
     except (OSError, RuntimeError) as error:
         fail(
             f"no whole CIFAR-10 in {data_dir.absolute()} on {socket.gethostname()}, and no download "
             f"({error}): put {CIFAR10.filename} there, or set CIFAR10_ARCHIVE for job.sh, or use --synthetic"
         )
-    return tuple(Split(torch.from_numpy(p.data).permute(0, 3, 1, 2), torch.tensor(p.targets)) for p in parts)
+    return tuple(
+        Split(torch.from_numpy(p.data).permute(0, 3, 1, 2), torch.tensor(p.targets))
+        for p in parts
+    )
 
 
 def draw_synthetic() -> tuple[Split, Split]:
     """Draw training and test pictures to learn from: each class is a pattern, hidden in noise."""
     generator = torch.Generator().manual_seed(0)
-    patterns = F.interpolate(torch.randn(10, 3, 8, 8, generator=generator), (32, 32), mode="bilinear")
+    patterns = F.interpolate(
+        torch.randn(10, 3, 8, 8, generator=generator), (32, 32), mode="bilinear"
+    )
     parts = []
     for samples in (2304, 256):  # enough for a step of 8 GPUs with 256 samples each
         labels = torch.randint(10, (samples,), generator=generator)
@@ -307,10 +386,14 @@ def view_crops(images: Tensor) -> Tensor:
     They are a view of shape (samples, 2, 9, 9, 3, 32, 32), of two pictures of 40 x 40 pixels a sample.
     """
     padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, 4, 4, 4, 4))
-    return torch.stack((padded, padded.flip(2)), dim=1).unfold(2, 32, 1).unfold(3, 32, 1)
+    return (
+        torch.stack((padded, padded.flip(2)), dim=1).unfold(2, 32, 1).unfold(3, 32, 1)
+    )
 
 
-def draw_epoch(samples: int, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def draw_epoch(
+    samples: int, seed: int, epoch: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw the order of an epoch, and of every sample the crop's top and left edge (0 to 8) and the flip.
 
     All follow from (seed, epoch, sample): they stay the same however many GPUs share the work.
@@ -330,7 +413,9 @@ def normalize(images: Tensor) -> Tensor:
 
 @functools.cache  # a tensor made of Python numbers makes the CPU wait for the GPU: make it once
 def mean_and_std(device: torch.device) -> Tensor:
-    values = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]], device=device)
+    values = torch.tensor(
+        [[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]], device=device
+    )
     return 255 * values.view(2, 3, 1, 1)
 
 
@@ -362,7 +447,9 @@ def setup_logging() -> None:
 
 def fail(message: str) -> NoReturn:
     """End this process with one line that says why."""
-    sys.stderr.write(f"main.py: error: {message}\n")  # in one piece: other processes may write there, too
+    sys.stderr.write(
+        f"main.py: error: {message}\n"
+    )  # in one piece: other processes may write there, too
     sys.exit(1)
 
 

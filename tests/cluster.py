@@ -35,8 +35,19 @@ PARENT = Path(
     "/var/tmp"
 )  # not /run or /tmp: Slurm executes job scripts from here, and nodes have a /tmp of their own
 PREFIX = "slurm-cluster-"
-PROGRAMS = ["slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv"]
-FREEZER = Path("/sys/fs/cgroup/freezer")  # control groups of version 1, for their processes
+PROGRAMS = [
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "munged",
+    "ip",
+    "unshare",
+    "nsenter",
+    "setpriv",
+]
+FREEZER = Path(
+    "/sys/fs/cgroup/freezer"
+)  # control groups of version 1, for their processes
 MEMORY = Path("/sys/fs/cgroup/memory")  # and for what these may use
 START_SECONDS = 60
 RELEASES = {
@@ -142,15 +153,21 @@ def root_of(slurm: str) -> Path:
     if slurm == "installed":
         return Path("/")
     if sys.base_prefix == "/usr":
-        raise ClusterError("another Slurm brings its own /usr: use a Python outside, see `uv python install`")
+        raise ClusterError(
+            "another Slurm brings its own /usr: use a Python outside, see `uv python install`"
+        )
     root = PARENT / f"slurm-{slurm}"
     if not root.exists():
         if not shutil.which("debootstrap"):
-            raise ClusterError("not installed: debootstrap, which downloads other releases of Debian")
+            raise ClusterError(
+                "not installed: debootstrap, which downloads other releases of Debian"
+            )
         debian = "'Origin: Debian' 'Label: Debian' 'Created-By: Packages'"
         mirrors = run(f"apt-get indextargets --format '$(REPO_URI)' {debian}").split()
         if not mirrors:
-            raise ClusterError("apt's sources name no mirror of Debian to download another Slurm from")
+            raise ClusterError(
+                "apt's sources name no mirror of Debian to download another Slurm from"
+            )
         half_done = Path(tempfile.mkdtemp(prefix=f"slurm-{slurm}-", dir=PARENT))
         half_done.chmod(0o755)
         try:
@@ -185,12 +202,23 @@ class Cluster:
         # unshare(1) has put its child, and not itself, into the new process namespace.
         pid = pid_file.read_text()
         child = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
-        return ["nsenter", "--target", child, "--net", "--uts", "--mount", "--pid", "--root"]
+        return [
+            "nsenter",
+            "--target",
+            child,
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--root",
+        ]
 
     def processes(self, node: str) -> list[str]:
         """Return the command lines of what runs on a node, apart from Slurm's own daemon."""
         command = [*self.namespaces(node), "ps", "-ww", "-eo", "pid=,args="]
-        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        lines = subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
         own = (f"sh {self.state}", "slurmd -D", "ps -ww")
         commands = [line.split(maxsplit=1)[1] for line in lines]
         return [command for command in commands if not command.startswith(own)]
@@ -260,7 +288,13 @@ def start(
     if lifeline is None:
         (state / "detached").touch()
     command = [sys.executable, __file__, "supervise", str(state), str(root), proctrack]
-    command += [str(nodes), str(gpus), str(cpus), str(int(limit_memory)), str(int(bind_tasks))]
+    command += [
+        str(nodes),
+        str(gpus),
+        str(cpus),
+        str(int(limit_memory)),
+        str(int(bind_tasks)),
+    ]
     read_end, write_end = os.pipe()
     with (state / "supervisor.out").open("w") as log:
         supervisor = subprocess.Popen(
@@ -297,7 +331,9 @@ def supervisor_is_alive(state: Path) -> bool:
 def remove_leftovers() -> None:
     """Remove the folders of clusters whose supervisor was killed; the kernel has removed the rest of them."""
     for path in PARENT.glob(PREFIX + "*"):
-        young = time.time() - path.stat().st_mtime < START_SECONDS  # perhaps just being started
+        young = (
+            time.time() - path.stat().st_mtime < START_SECONDS
+        )  # perhaps just being started
         if not young and not supervisor_is_alive(path):
             remove(path)
 
@@ -346,12 +382,17 @@ class Supervisor:
             f"--{kind}={self.state}/munge.{kind.split('-')[0]}"
             for kind in ("key-file", "pid-file", "log-file")
         ]
-        munge += [f"--seed-file={self.state}/munge.seed", f"--socket={self.state}/munge.socket"]
+        munge += [
+            f"--seed-file={self.state}/munge.seed",
+            f"--socket={self.state}/munge.socket",
+        ]
         self.spawn("munged", ["munged", "--foreground", "--force", *munge])
         self.wait_for((self.state / "munge.socket").exists, "munged has no socket")
         conf = str(self.state / "slurm.conf")
         # A controller has a machine of its own: here, it goes before what the nodes compute.
-        self.add_host("controller", 2, ["nice", "-n", "-10", "slurmctld", "-D", "-f", conf])
+        self.add_host(
+            "controller", 2, ["nice", "-n", "-10", "slurmctld", "-D", "-f", conf]
+        )
         for i, name in enumerate(self.names):
             self.add_host(name, 11 + i, ["slurmd", "-D", "-f", conf, "-N", name])
         self.wait_for(self.all_idle, "not every node became idle")
@@ -367,7 +408,10 @@ class Supervisor:
         self.daemons[name] = process
         if "--net" in command:
             own = os.readlink("/proc/self/ns/net")
-            self.wait_for(lambda: os.readlink(f"/proc/{process.pid}/ns/net") != own, f"no network for {name}")
+            self.wait_for(
+                lambda: os.readlink(f"/proc/{process.pid}/ns/net") != own,
+                f"no network for {name}",
+            )
         return process
 
     def connect_machine(self) -> tuple[str, str]:
@@ -395,7 +439,9 @@ class Supervisor:
             + (f" Gres=gpu:{self.gpus}" if self.gpus else "")
             for i, name in enumerate(self.names)
         )
-        plugins = ["task/affinity"] * self.bind_tasks + ["task/cgroup"] * self.limit_memory
+        plugins = ["task/affinity"] * self.bind_tasks + [
+            "task/cgroup"
+        ] * self.limit_memory
         (self.state / "slurm.conf").write_text(
             SLURM_CONF.format(
                 state=self.state,
@@ -409,20 +455,27 @@ class Supervisor:
             (self.state / "bin").mkdir()
             for name in COMMANDS:
                 path = self.state / "bin" / name
-                path.write_text(COMMAND.format(state=self.state, root=self.root, name=name))
+                path.write_text(
+                    COMMAND.format(state=self.state, root=self.root, name=name)
+                )
                 path.chmod(0o755)
         # Slurm wants a device file for every GPU: these are /dev/null by another name.
         for i in range(self.gpus):
             os.mknod(self.state / f"gpu{i}", 0o666 | 0o020000, os.makedev(1, 3))
-        gres = f"Name=gpu File={self.state}/gpu[0-{self.gpus - 1}]\n" if self.gpus else ""
+        gres = (
+            f"Name=gpu File={self.state}/gpu[0-{self.gpus - 1}]\n" if self.gpus else ""
+        )
         (self.state / "gres.conf").write_text(gres)
         # Where the kernel has control groups of version 2, slurmd would want systemd to make some.
         version = tuple(
-            int(number) for number in re.findall(r"\d+", run(f"chroot {self.root} slurmd -V"))[:2]
+            int(number)
+            for number in re.findall(r"\d+", run(f"chroot {self.root} slurmd -V"))[:2]
         )
         if self.proctrack == "cgroup":
             if not FREEZER.exists():
-                raise ClusterError("--proctrack=cgroup wants control groups of version 1 here")
+                raise ClusterError(
+                    "--proctrack=cgroup wants control groups of version 1 here"
+                )
             (FREEZER / self.state.name).mkdir()
             limit = "ConstrainRAMSpace=yes\n" if self.limit_memory else ""
             if limit:
@@ -438,7 +491,10 @@ class Supervisor:
         ]
         for i, name in enumerate(self.names):
             # The second spelling is for c10d, which wants the names of its IPv6 peers and warns without.
-            hosts += [f"{self.subnet}.{11 + i} {name}", f"::ffff:{self.subnet}.{11 + i} {name}"]
+            hosts += [
+                f"{self.subnet}.{11 + i} {name}",
+                f"::ffff:{self.subnet}.{11 + i} {name}",
+            ]
         (self.state / "hosts").write_text("\n".join(hosts) + "\n")
         for name in self.names:
             (self.state / f"spool-{name}").mkdir()
@@ -447,31 +503,45 @@ class Supervisor:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
 
-    def add_host(self, name: str, number: int, command: list[str], uptime: str = "") -> None:
+    def add_host(
+        self, name: str, number: int, command: list[str], uptime: str = ""
+    ) -> None:
         """Start a host, connect it to the switch and let it run `command`."""
         self.hosts[name] = (number, command)
         unshare = f"unshare {uptime} --net --uts --mount --pid --fork --kill-child --mount-proc".split()
-        script = ["sh", f"{self.state}/host.sh", str(self.state), name, f"{self.subnet}.{number}"]
+        script = [
+            "sh",
+            f"{self.state}/host.sh",
+            str(self.state),
+            name,
+            f"{self.subnet}.{number}",
+        ]
         script.append(str(self.root))
         host = self.spawn(name, [*unshare, *script, *command], stdin=subprocess.PIPE)
         (self.state / f"{name}.pid").write_text(str(host.pid))
         # A host that comes back has the same network card: the others remember its hardware address.
         card = f"name eth0 address 02:00:00:00:00:{number:02x}"
-        run(f"ip link add {name} netns {self.switch.pid} type veth peer {card} netns {host.pid}")
+        run(
+            f"ip link add {name} netns {self.switch.pid} type veth peer {card} netns {host.pid}"
+        )
         self.inside(self.switch, f"ip link set {name} master switch up")
         host.stdin.write(b"connected\n")
         host.stdin.close()
 
     def revive(self) -> None:
         """Start the hosts that have crashed."""
-        for name in [name for name in self.hosts if self.daemons[name].poll() is not None]:
+        for name in [
+            name for name in self.hosts if self.daemons[name].poll() is not None
+        ]:
             del self.daemons[name]
         for name in self.hosts.keys() - self.daemons.keys():
             # The kernel removes the cable of a host that is gone, but some time later.
             delete = f"nsenter --target {self.switch.pid} --net ip link delete {name}"
             subprocess.run(delete.split(), capture_output=True)
             # Slurm sees by its uptime that a host was away.
-            uptime = f"--time --boottime={1 - int(time.clock_gettime(time.CLOCK_BOOTTIME))}"
+            uptime = (
+                f"--time --boottime={1 - int(time.clock_gettime(time.CLOCK_BOOTTIME))}"
+            )
             self.add_host(name, *self.hosts[name], uptime)
         (self.state / "revived").touch()
 
@@ -479,23 +549,36 @@ class Supervisor:
         run(f"nsenter --target {process.pid} --net {command}")
 
     def all_idle(self) -> bool:
-        command, env = "sinfo -hN -p main -o %T".split(), os.environ | Cluster(self.state).env
+        command, env = (
+            "sinfo -hN -p main -o %T".split(),
+            os.environ | Cluster(self.state).env,
+        )
         states = subprocess.run(command, env=env, capture_output=True, text=True).stdout
         return states.split() == ["idle"] * len(self.names)
 
     def wait_for(self, condition, complaint: str) -> None:
         deadline = time.monotonic() + START_SECONDS
         while not condition():
-            dead = [name for name, process in self.daemons.items() if process.poll() is not None]
+            dead = [
+                name
+                for name, process in self.daemons.items()
+                if process.poll() is not None
+            ]
             if dead or time.monotonic() > deadline:
                 name = dead[0] if dead else "slurmctld"
                 raise ClusterError(f"{complaint}\n{self.last_words(name)}")
             time.sleep(0.05)
 
     def last_words(self, name: str) -> str:
-        logs = [path for path in self.state.glob(f"*{name}*") if path.suffix in (".out", ".log")]
+        logs = [
+            path
+            for path in self.state.glob(f"*{name}*")
+            if path.suffix in (".out", ".log")
+        ]
         return "\n".join(
-            f"{path.name}: {line}" for path in logs for line in path.read_text().splitlines()[-8:]
+            f"{path.name}: {line}"
+            for path in logs
+            for line in path.read_text().splitlines()[-8:]
         )
 
     def stop(self) -> None:
@@ -510,7 +593,9 @@ class Supervisor:
 
 def run(command: str) -> str:
     env = os.environ | {"PATH": os.environ["PATH"] + ":/usr/sbin:/sbin"}
-    result = subprocess.run(shlex.split(command), env=env, capture_output=True, text=True)
+    result = subprocess.run(
+        shlex.split(command), env=env, capture_output=True, text=True
+    )
     if result.returncode != 0:
         raise ClusterError(f"`{command}` failed: {result.stderr.strip()}")
     return result.stdout
@@ -532,7 +617,9 @@ def supervise(state: Path, answer: int, *cluster) -> None:
     os.close(answer)
     alive = message == "ready"
     while alive:
-        ready, _, _ = select.select([wake] if (state / "detached").exists() else [wake, sys.stdin], [], [])
+        ready, _, _ = select.select(
+            [wake] if (state / "detached").exists() else [wake, sys.stdin], [], []
+        )
         signals = set(os.read(wake, 100)) if wake in ready else {signal.SIGTERM}
         alive = signals == {signal.SIGUSR1}
         if alive:
@@ -545,13 +632,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", help="start a cluster; print the line that points a shell at it")
+    up = commands.add_parser(
+        "up", help="start a cluster; print the line that points a shell at it"
+    )
     up.add_argument("--nodes", type=int, default=2)
     up.add_argument("--gpus", type=int, default=4, help="GPUs a node (default: 4)")
-    up.add_argument("--cpus", type=int, default=64, help="CPUs a node claims to have (default: 64)")
+    up.add_argument(
+        "--cpus", type=int, default=64, help="CPUs a node claims to have (default: 64)"
+    )
     up.add_argument("--slurm", choices=["installed", *RELEASES], default="installed")
     up.add_argument(
-        "--proctrack", choices=PROCTRACK, default="linuxproc", help="how it finds jobs' processes"
+        "--proctrack",
+        choices=PROCTRACK,
+        default="linuxproc",
+        help="how it finds jobs' processes",
     )
     commands.add_parser("down", help="stop the cluster")
     execute = commands.add_parser("exec", help="run a command on a node")
@@ -571,9 +665,15 @@ def main() -> None:
         clusters = running()
         if args.command == "up":
             if clusters:
-                raise ClusterError(f"one is running: SLURM_CONF={clusters[0].env['SLURM_CONF']}")
-            cluster, _ = start(args.nodes, args.gpus, args.cpus, args.slurm, args.proctrack)
-            print(f"export {' '.join(f'{name}={shlex.quote(value)}' for name, value in cluster.env.items())}")
+                raise ClusterError(
+                    f"one is running: SLURM_CONF={clusters[0].env['SLURM_CONF']}"
+                )
+            cluster, _ = start(
+                args.nodes, args.gpus, args.cpus, args.slurm, args.proctrack
+            )
+            print(
+                f"export {' '.join(f'{name}={shlex.quote(value)}' for name, value in cluster.env.items())}"
+            )
             print(f"{args.nodes} nodes are ready", file=sys.stderr)
         elif args.command == "down":
             for cluster in clusters:

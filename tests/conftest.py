@@ -29,11 +29,33 @@ from slurm_jobs import (
 
 def pytest_addoption(parser):
     add = parser.addoption
-    add("--every-case", action="store_true", help="run all cases of the fault matrix: hours")
-    add("--slurm", choices=slurm.RELEASES, help="run every case on this Slurm, not on the installed one")
-    add("--proctrack", choices=slurm.PROCTRACK, help="run every case with this ProctrackType of Slurm")
-    add("--soak", type=float, metavar="MINUTES", help="run faults/test_soak.py, for so long at least")
-    add("--soak-seed", type=int, metavar="SEED", help="pick the faults that this seed picked before")
+    add(
+        "--every-case",
+        action="store_true",
+        help="run all cases of the fault matrix: hours",
+    )
+    add(
+        "--slurm",
+        choices=slurm.RELEASES,
+        help="run every case on this Slurm, not on the installed one",
+    )
+    add(
+        "--proctrack",
+        choices=slurm.PROCTRACK,
+        help="run every case with this ProctrackType of Slurm",
+    )
+    add(
+        "--soak",
+        type=float,
+        metavar="MINUTES",
+        help="run faults/test_soak.py, for so long at least",
+    )
+    add(
+        "--soak-seed",
+        type=int,
+        metavar="SEED",
+        help="pick the faults that this seed picked before",
+    )
 
 
 def pytest_configure():
@@ -42,7 +64,9 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(config, items):
-    every_case = any(config.getoption(name) for name in ("every_case", "slurm", "proctrack"))
+    every_case = any(
+        config.getoption(name) for name in ("every_case", "slurm", "proctrack")
+    )
     chosen = {"every_case": every_case, "soak": config.getoption("soak")}
     out = [mark for mark in chosen if not chosen[mark]]
     others = [item for item in items if any(map(item.get_closest_marker, out))]
@@ -58,7 +82,11 @@ def clone(tmp_path_factory) -> Path:
         ".git", ".venv", ".*_cache", "__pycache__", "data", "checkpoints", "slurm-*.out"
     )
     shutil.copytree(REPOSITORY, path, ignore=generated)
-    for command in (["init", "-q"], ["add", "--all"], ["commit", "-qm", "As it is now"]):
+    for command in (
+        ["init", "-q"],
+        ["add", "--all"],
+        ["commit", "-qm", "As it is now"],
+    ):
         name = ["-c", "user.name=tests", "-c", "user.email=tests"]
         subprocess.run(["git", *name, *command], cwd=path, check=True)
     return path
@@ -69,7 +97,9 @@ def archive(tmp_path_factory) -> Path:
     """A cifar-10-python.tar.gz in its publisher's layout, of a few random pictures."""
     folder = tmp_path_factory.mktemp("data sets")
     rng = np.random.default_rng(0)
-    batches = {f"data_batch_{i}": (TRAINING + VALIDATION) // 5 for i in range(1, 6)} | {"test_batch": TEST}
+    batches = {f"data_batch_{i}": (TRAINING + VALIDATION) // 5 for i in range(1, 6)} | {
+        "test_batch": TEST
+    }
     (folder / "cifar-10-batches-py").mkdir()
     for name, samples in batches.items():
         data = rng.integers(256, size=(samples, 3072), dtype=np.uint8)
@@ -91,10 +121,14 @@ def cluster(pytestconfig, clone):
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     read_end, write_end = os.pipe()
     writer = os.fdopen(write_end, "wb")
-    os.register_at_fork(after_in_child=writer.close)  # the cluster ends with this process alone
+    os.register_at_fork(
+        after_in_child=writer.close
+    )  # the cluster ends with this process alone
     generation = {name: pytestconfig.getoption(name) for name in ("slurm", "proctrack")}
     generation = {name: value for name, value in generation.items() if value}
-    running, supervisor = slurm.start(nodes=3, gpus=4, cpus=64, lifeline=read_end, **generation)
+    running, supervisor = slurm.start(
+        nodes=3, gpus=4, cpus=64, lifeline=read_end, **generation
+    )
     os.close(read_end)
     yield running
     writer.close()
@@ -112,10 +146,14 @@ def jobs(cluster, clone, archive, tmp_path_factory) -> Jobs:
 @pytest.fixture(scope="session")
 def user(jobs, tmp_path_factory) -> User:
     folder = tmp_path_factory.mktemp("archives")
-    draw_imagenet(folder, classes=4, train=PICTURES // 4, valid=VALID_PICTURES // 4, resolution=40)
+    draw_imagenet(
+        folder, classes=4, train=PICTURES // 4, valid=VALID_PICTURES // 4, resolution=40
+    )
     user = User(jobs.cluster, jobs.clone, folder, jobs.logs)
     user.env |= {"IMAGENET_DIR": str(folder), "CIFAR10_ARCHIVE": ""}
-    del user.env["PYTHONPATH"]  # no CIFAR-10 here, and torchvision takes seconds to import
+    del user.env[
+        "PYTHONPATH"
+    ]  # no CIFAR-10 here, and torchvision takes seconds to import
     return user
 
 

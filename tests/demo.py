@@ -30,16 +30,22 @@ ARGUMENTS = [
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        read_end, write_end = os.pipe()  # the cluster ends with this process, however that ends
+        read_end, write_end = (
+            os.pipe()
+        )  # the cluster ends with this process, however that ends
         say("A controller and three nodes start.")
         try:
-            cluster, supervisor = slurm.start(nodes=3, gpus=1, cpus=64, lifeline=read_end)
+            cluster, supervisor = slurm.start(
+                nodes=3, gpus=1, cpus=64, lifeline=read_end
+            )
         except slurm.ClusterError as error:
             sys.exit(f"demo.py: error: {error}")
         user = User(cluster, REPOSITORY, archive=Path(), logs=Path(folder))
         user.env |= {"IMAGENET_DIR": "", "SCRATCH": folder}
         try:
-            say("A job trains for five epochs on two of the nodes, and nothing happens to it.")
+            say(
+                "A job trains for five epochs on two of the nodes, and nothing happens to it."
+            )
             undisturbed = follow(user, user.train(*ARGUMENTS))
             say("The same job again.")
             weights = follow(user, user.train(*ARGUMENTS), crash_after="Epoch 2: ")
@@ -69,9 +75,13 @@ def follow(user: User, job: str, crash_after: str = "") -> str:
                 if crash_after and line.startswith(crash_after):
                     crash_after = ""
                     user.cluster.crash("node2")
-                    say("node2 has lost its power. Slurm finds out in half a minute, and requeues the job.")
+                    say(
+                        "node2 has lost its power. Slurm finds out in half a minute, and requeues the job."
+                    )
         time.sleep(0.2)
-    if not (found := re.search("^Weights SHA-256 ([0-9a-f]+)", user.log(job), re.MULTILINE)):
+    if not (
+        found := re.search("^Weights SHA-256 ([0-9a-f]+)", user.log(job), re.MULTILINE)
+    ):
         sys.exit(f"\ndemo.py: error: job {job} has not trained to its end")
     return found[1]
 

@@ -30,12 +30,20 @@ def draw(classes: int, train: int, valid: int, resolution: int, seed: int) -> li
         pattern = rng.uniform(40, 216, size=(4, 4, 3))
         files = []
         for i in range(train + valid):
-            height, width = rng.integers(resolution, resolution + resolution // 2, size=2).tolist()
-            picture = Image.fromarray(pattern.astype(np.uint8)).resize((width, height), Image.BILINEAR)
+            height, width = rng.integers(
+                resolution, resolution + resolution // 2, size=2
+            ).tolist()
+            picture = Image.fromarray(pattern.astype(np.uint8)).resize(
+                (width, height), Image.BILINEAR
+            )
             noise = rng.normal(scale=20, size=(height, width, 3))
-            picture = Image.fromarray((np.asarray(picture) + noise).clip(0, 255).astype(np.uint8))
+            picture = Image.fromarray(
+                (np.asarray(picture) + noise).clip(0, 255).astype(np.uint8)
+            )
             # ImageNet has a few of these, too; all are called .JPEG.
-            mode, kind = {(0, 0): ("CMYK", "JPEG"), (1, 0): ("RGB", "PNG")}.get((label, i), ("RGB", "JPEG"))
+            mode, kind = {(0, 0): ("CMYK", "JPEG"), (1, 0): ("RGB", "PNG")}.get(
+                (label, i), ("RGB", "JPEG")
+            )
             file = io.BytesIO()
             picture.convert(mode).save(file, kind)
             files.append(file.getvalue())
@@ -53,12 +61,16 @@ def tar_bytes(files: dict[str, bytes], mode: str = "w") -> bytes:
     return buffer.getvalue()
 
 
-def draw_imagenet(folder: Path, classes=4, train=6, valid=3, resolution=48, seed=0) -> Drawn:
+def draw_imagenet(
+    folder: Path, classes=4, train=6, valid=3, resolution=48, seed=0
+) -> Drawn:
     """Write the three archives of ILSVRC2012 to a folder."""
     drawn = draw(classes, train, valid, resolution, seed)
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    numbers = rng.permutation(classes) + 1  # as in the real one, in another order than the wnids
+    numbers = (
+        rng.permutation(classes) + 1
+    )  # as in the real one, in another order than the wnids
     train_files, tars = {}, {}
     for wnid, pictures, _ in drawn:
         files = {f"{wnid}_{i}.JPEG": data for i, data in enumerate(pictures)}
@@ -66,30 +78,56 @@ def draw_imagenet(folder: Path, classes=4, train=6, valid=3, resolution=48, seed
         tars[f"{wnid}.tar"] = tar_bytes(files)
     (folder / "ILSVRC2012_img_train.tar").write_bytes(tar_bytes(tars))
 
-    answers = [(label, data) for label, (*_, pictures) in enumerate(drawn) for data in pictures]
+    answers = [
+        (label, data) for label, (*_, pictures) in enumerate(drawn) for data in pictures
+    ]
     answers = [answers[i] for i in rng.permutation(len(answers))]
     names = [f"ILSVRC2012_val_{i + 1:08d}.JPEG" for i in range(len(answers))]
     files = {name: data for name, (_, data) in zip(names, answers, strict=True)}
     (folder / "ILSVRC2012_img_val.tar").write_bytes(tar_bytes(files))
     truth = "".join(f"{numbers[label]}\n" for label, _ in answers)
-    write_devkit(folder, {wnid: len(pictures) for wnid, pictures, _ in drawn}, numbers.tolist(), truth)
-    valid_files = {(drawn[label][0], name): data for name, (label, data) in zip(names, answers, strict=True)}
+    write_devkit(
+        folder,
+        {wnid: len(pictures) for wnid, pictures, _ in drawn},
+        numbers.tolist(),
+        truth,
+    )
+    valid_files = {
+        (drawn[label][0], name): data
+        for name, (label, data) in zip(names, answers, strict=True)
+    }
     return Drawn(folder, train_files, valid_files)
 
 
-def write_devkit(folder: Path, counts: dict[str, int], numbers: list[int], truth: str) -> None:
+def write_devkit(
+    folder: Path, counts: dict[str, int], numbers: list[int], truth: str
+) -> None:
     """Write the development kit: the classes, one synset above them, and the validation set's answers."""
     fields = "ILSVRC2012_ID WNID words gloss num_children children wordnet_height num_train_images".split()
-    synsets = np.zeros((len(counts) + 1, 1), dtype=[(field, object) for field in fields])
+    synsets = np.zeros(
+        (len(counts) + 1, 1), dtype=[(field, object) for field in fields]
+    )
     rows = sorted(zip(numbers, counts.items(), strict=True))
     for row, (number, (wnid, count)) in enumerate(rows):
-        synsets[row, 0] = (number, wnid, f"thing {number}", "a thing", 0, np.zeros((1, 0)), 0, count)
+        synsets[row, 0] = (
+            number,
+            wnid,
+            f"thing {number}",
+            "a thing",
+            0,
+            np.zeros((1, 0)),
+            0,
+            count,
+        )
     children = np.array([sorted(numbers)])
     above = (len(counts) + 1, "n99999999", "entity", "all", len(counts), children, 1, 0)
     synsets[-1, 0] = above
     matrix = io.BytesIO()
     savemat(matrix, {"synsets": synsets})
-    files = {"meta.mat": matrix.getvalue(), "ILSVRC2012_validation_ground_truth.txt": truth.encode()}
+    files = {
+        "meta.mat": matrix.getvalue(),
+        "ILSVRC2012_validation_ground_truth.txt": truth.encode(),
+    }
     files = {f"{DEVKIT}/data/{name}": data for name, data in files.items()}
     (folder / f"{DEVKIT}.tar.gz").write_bytes(tar_bytes(files, "w:gz"))
 
@@ -101,13 +139,17 @@ def draw_tiny_imagenet(folder: Path, classes=3, train=5, valid=2, seed=1) -> Dra
     for wnid, train_set, valid_set in draw(classes, train, valid, 64, seed):
         for i, data in enumerate(train_set):
             name = f"{wnid}_{i}.JPEG"
-            pictures[f"{root}/train/{wnid}/images/{name}"] = train_files[wnid, name] = data
+            pictures[f"{root}/train/{wnid}/images/{name}"] = train_files[wnid, name] = (
+                data
+            )
         texts[f"{root}/train/{wnid}/{wnid}_boxes.txt"] = "a box\n"
         for data in valid_set:
             name = f"val_{len(annotations)}.JPEG"
             pictures[f"{root}/val/images/{name}"] = valid_files[wnid, name] = data
             annotations.append(f"{name}\t{wnid}\t0\t0\t63\t63\n")
-    texts[f"{root}/wnids.txt"] = "".join(f"n{label + 1:08d}\n" for label in reversed(range(classes)))
+    texts[f"{root}/wnids.txt"] = "".join(
+        f"n{label + 1:08d}\n" for label in reversed(range(classes))
+    )
     texts[f"{root}/val/val_annotations.txt"] = "".join(annotations)
     pictures[f"{root}/test/images/test_0.JPEG"] = data
     files = {name: text.encode() for name, text in texts.items()} | pictures
@@ -116,7 +158,9 @@ def draw_tiny_imagenet(folder: Path, classes=3, train=5, valid=2, seed=1) -> Dra
     return Drawn(folder, train_files, valid_files)
 
 
-def draw_folders(path: Path, deflated=False, split=True, root="mine/", train=10, seed=2) -> Drawn:
+def draw_folders(
+    path: Path, deflated=False, split=True, root="mine/", train=10, seed=2
+) -> Drawn:
     """Write a zip or tar of class folders, with or without folders for the splits."""
     files, found = {}, {"train": {}, "valid": {}}
     for wnid, train_set, valid_set in draw(3, train, 2, 40, seed):
@@ -126,7 +170,10 @@ def draw_folders(path: Path, deflated=False, split=True, root="mine/", train=10,
             folder = ("validation/" if held_out else "train/") if split else ""
             files[f"{root}{folder}class {wnid}/{name}"] = data
             found["valid" if held_out else "train"][f"class {wnid}", name] = data
-    files |= {f"{root}README.txt": b"Mine.\n", f"__MACOSX/{root}train/._00.jpg": b"not a picture"}
+    files |= {
+        f"{root}README.txt": b"Mine.\n",
+        f"__MACOSX/{root}train/._00.jpg": b"not a picture",
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".zip":
         write_zip(path, files, zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED)
@@ -135,7 +182,9 @@ def draw_folders(path: Path, deflated=False, split=True, root="mine/", train=10,
     return Drawn(path, **found)
 
 
-def write_zip(path: Path, files: dict[str, bytes], compression=zipfile.ZIP_STORED) -> None:
+def write_zip(
+    path: Path, files: dict[str, bytes], compression=zipfile.ZIP_STORED
+) -> None:
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, data in files.items():
             archive.writestr(name, data)

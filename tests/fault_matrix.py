@@ -20,7 +20,9 @@ import cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "fault_matrix.rst"
-PAIRS = [(slurm, proctrack) for slurm in cluster.RELEASES for proctrack in cluster.PROCTRACK]
+PAIRS = [
+    (slurm, proctrack) for slurm in cluster.RELEASES for proctrack in cluster.PROCTRACK
+]
 HEAD = """\
 ================
 The fault matrix
@@ -45,7 +47,13 @@ def main() -> None:
         if args.slurm in (None, slurm) and args.proctrack in (None, proctrack):
             with tempfile.TemporaryDirectory() as folder:
                 report = Path(folder) / "report.xml"
-                command = [sys.executable, "-m", "pytest", f"--slurm={slurm}", f"--proctrack={proctrack}"]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    f"--slurm={slurm}",
+                    f"--proctrack={proctrack}",
+                ]
                 command += ["-v", f"--junit-xml={report}", "tests/faults", *others]
                 failed |= subprocess.run(command, cwd=ROOT).returncode != 0
                 if report.exists():
@@ -59,8 +67,12 @@ def record(slurm: str, proctrack: str, report: Path) -> None:
     column = PAIRS.index((slurm, proctrack))
     cases: dict[str, str] = {}
     for case in xml.parse(report).iter("testcase"):
-        name = f"{case.get('classname').removeprefix('tests.faults.')}::{case.get('name')}"
-        bad = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        name = (
+            f"{case.get('classname').removeprefix('tests.faults.')}::{case.get('name')}"
+        )
+        bad = [
+            child.tag for child in case if child.tag in ("failure", "error", "skipped")
+        ]
         seconds = f"{float(case.get('time')):.0f}"
         # An error while tearing down is a test case of its own.
         cases[name] = bad[0] if bad else cases.get(name, seconds)
@@ -72,7 +84,9 @@ def record(slurm: str, proctrack: str, report: Path) -> None:
 def read_table() -> dict[str, list[str]]:
     if not TABLE.exists():
         return {}
-    rows = re.findall(r"^   \* - ``(.*)``\n((?:     -.*\n)*)", TABLE.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^   \* - ``(.*)``\n((?:     -.*\n)*)", TABLE.read_text(), re.MULTILINE
+    )
     return {name: re.findall(r"-[ ]?(.*)\n", cells) for name, cells in rows}
 
 
@@ -80,10 +94,19 @@ def write_table(table: dict[str, list[str]]) -> None:
     lines = [".. list-table::", "   :header-rows: 1", "", "   * - Case"]
     lines += [f"     - {slurm}, {proctrack}" for slurm, proctrack in PAIRS]
     for name in sorted(table):
-        lines += [f"   * - ``{name}``", *(f"     - {cell}".rstrip() for cell in table[name])]
+        lines += [
+            f"   * - ``{name}``",
+            *(f"     - {cell}".rstrip() for cell in table[name]),
+        ]
     count = sum(cell.isdigit() for cells in table.values() for cell in cells)
-    bad = sum(bool(cell) and not cell.isdigit() for cells in table.values() for cell in cells)
-    lines += ["", f"{count} passed, {bad} did not. Last run: {datetime.date.today()}.", ""]
+    bad = sum(
+        bool(cell) and not cell.isdigit() for cells in table.values() for cell in cells
+    )
+    lines += [
+        "",
+        f"{count} passed, {bad} did not. Last run: {datetime.date.today()}.",
+        "",
+    ]
     TABLE.write_text(HEAD + "\n".join(lines))
 
 

@@ -33,7 +33,15 @@ JOB = r"(?:\bjob |JobId=|--jobs=|StepId=|STEP |JOB |slurm-|slurm-job-|logs/|chec
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
 # Sessions under these headings want a cluster that limits memory.
 LIMITED = ["Out of memory, says Slurm", "The job comes back again and again"]
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY")
+OVER = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "PREEMPTED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+)
 
 
 @dataclass
@@ -79,7 +87,9 @@ class Shell:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self.jobs: dict[str, str] = {}  # numbers of the page, and what Slurm has given out
+        self.jobs: dict[
+            str, str
+        ] = {}  # numbers of the page, and what Slurm has given out
 
     def run(self, command: str, expected: list[str]) -> list[str]:
         """Return the lines that a command prints, as the page shows them."""
@@ -87,25 +97,42 @@ class Shell:
             if f"slurm-{number}.out" in command and not command.startswith("until "):
                 self.wait(job, OVER)
         command = rename(command, self.jobs)
-        self.process.stdin.write(f"{{ {command}\n}} < /dev/null\necho; echo the-end-of-it\n")
+        self.process.stdin.write(
+            f"{{ {command}\n}} < /dev/null\necho; echo the-end-of-it\n"
+        )
         self.process.stdin.flush()
         lines = []
         for line in self.process.stdout:
             if line == "the-end-of-it\n":
                 break
-            lines.append(line.rstrip().replace(str(self.clone), "/home/you/pytorch_on_slurm"))
+            lines.append(
+                line.rstrip().replace(str(self.clone), "/home/you/pytorch_on_slurm")
+            )
         if lines and not lines[-1]:
             lines.pop()  # the line end before the end, which is there for output without one
-        if (given := SUBMITTED.search("\n".join(lines))) and (told := SUBMITTED.search("\n".join(expected))):
+        if (given := SUBMITTED.search("\n".join(lines))) and (
+            told := SUBMITTED.search("\n".join(expected))
+        ):
             self.jobs[told[1]] = given[1]
             self.wait(given[1], ("RUNNING", "PENDING BeginTime", *OVER))
-        return [rename(line, {job: number for number, job in self.jobs.items()}) for line in lines]
+        return [
+            rename(line, {job: number for number, job in self.jobs.items()})
+            for line in lines
+        ]
 
     def wait(self, job: str, states: tuple[str, ...]) -> None:
         """Wait until a job is in one of these states, of which each may go on with a reason."""
-        command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T %r"]
+        command = [
+            "squeue",
+            "--noheader",
+            "--states=all",
+            f"--jobs={job}",
+            "--format=%T %r",
+        ]
         deadline = time.monotonic() + 600
-        while not (state := subprocess.check_output(command, env=self.env, text=True)).startswith(states):
+        while not (
+            state := subprocess.check_output(command, env=self.env, text=True)
+        ).startswith(states):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"job {job} is still {state}")
             time.sleep(0.2)
@@ -118,12 +145,16 @@ class Shell:
 def rename(text: str, jobs: dict[str, str]) -> str:
     """Return text with other numbers for some jobs."""
     numbers = "|".join(jobs) or "none"
-    return re.sub(rf"({JOB})({numbers})\b", lambda match: match[1] + jobs[match[2]], text)
+    return re.sub(
+        rf"({JOB})({numbers})\b", lambda match: match[1] + jobs[match[2]], text
+    )
 
 
 def agree(expected: list[str], lines: list[str]) -> bool:
     """Say whether lines are those of the page, but for the time of the day."""
-    return [TIME.sub("T", line) for line in expected] == [TIME.sub("T", line) for line in lines]
+    return [TIME.sub("T", line) for line in expected] == [
+        TIME.sub("T", line) for line in lines
+    ]
 
 
 def main() -> None:
@@ -133,23 +164,39 @@ def main() -> None:
     parser.add_argument("word", nargs="?", default="", help="of a heading")
     args = parser.parse_args()
     page = PAGE.read_text()
-    sessions = [item for item in read_sessions(page) if args.word.lower() in item.heading.lower()]
+    sessions = [
+        item
+        for item in read_sessions(page)
+        if args.word.lower() in item.heading.lower()
+    ]
     with tempfile.TemporaryDirectory(dir=slurm.PARENT) as folder:
         for limited in (False, True):
-            chosen = [session for session in sessions if (session.heading in LIMITED) == limited]
+            chosen = [
+                session
+                for session in sessions
+                if (session.heading in LIMITED) == limited
+            ]
             if chosen:
                 with start_cluster(limited) as cluster:
-                    clone = make_clone(ROOT, Path(folder) / str(limited), user_of(cluster))
+                    clone = make_clone(
+                        ROOT, Path(folder) / str(limited), user_of(cluster)
+                    )
                     for session in chosen:
-                        page = page.replace(session.text, rewrite(session, clone, user_of(cluster)))
+                        page = page.replace(
+                            session.text, rewrite(session, clone, user_of(cluster))
+                        )
                         PAGE.write_text(page)
 
 
 @contextlib.contextmanager
-def start_cluster(limit_memory: bool, release: str = "installed") -> Iterator[slurm.Cluster]:
+def start_cluster(
+    limit_memory: bool, release: str = "installed"
+) -> Iterator[slurm.Cluster]:
     read_end, write_end = os.pipe()
     how = {"limit_memory": True, "proctrack": "cgroup"} if limit_memory else {}
-    cluster, supervisor = slurm.start(3, gpus=4, cpus=64, slurm=release, lifeline=read_end, **how)
+    cluster, supervisor = slurm.start(
+        3, gpus=4, cpus=64, slurm=release, lifeline=read_end, **how
+    )
     os.close(read_end)
     try:
         yield cluster
@@ -162,7 +209,9 @@ def make_clone(source: Path, folder: Path, env: dict[str, str]) -> Path:
     """Return a clone of the repository, with its environment: the nodes have no internet."""
     clone = folder / "pytorch_on_slurm"
     subprocess.run(["git", "clone", "--quiet", source, clone], check=True)
-    subprocess.run(["uv", "sync", "--quiet", "--locked"], cwd=clone, env=env, check=True)
+    subprocess.run(
+        ["uv", "sync", "--quiet", "--locked"], cwd=clone, env=env, check=True
+    )
     return clone
 
 
@@ -175,8 +224,14 @@ def rewrite(session: Session, clone: Path, env: dict[str, str]) -> str:
         for command, expected in session.commands:
             lines = shell.run(command, expected)
             fine = agree(expected, lines)
-            print(f"{session.heading}: {'as before' if fine else 'other lines'}: {command}", flush=True)
-            lines = ["$ " + command.replace("\n", "\n> "), *(expected if fine else lines)]
+            print(
+                f"{session.heading}: {'as before' if fine else 'other lines'}: {command}",
+                flush=True,
+            )
+            lines = [
+                "$ " + command.replace("\n", "\n> "),
+                *(expected if fine else lines),
+            ]
             text += textwrap.indent("\n".join(lines) + "\n", "    ")
     finally:
         shell.close()
@@ -185,9 +240,23 @@ def rewrite(session: Session, clone: Path, env: dict[str, str]) -> str:
 
 def user_of(cluster: slurm.Cluster) -> dict[str, str]:
     """Return the variables of a user of the cluster, without those of whoever runs this."""
-    outside = ("SLURM", "SBATCH", "SALLOC", "SRUN", "UV_", "VIRTUAL_ENV", "MASTER_", "PYTHON", "COLUMNS")
+    outside = (
+        "SLURM",
+        "SBATCH",
+        "SALLOC",
+        "SRUN",
+        "UV_",
+        "VIRTUAL_ENV",
+        "MASTER_",
+        "PYTHON",
+        "COLUMNS",
+    )
     outside += ("CIFAR10", "IMAGENET", "SCRATCH", "GLOO", "NCCL", "TORCH", "OMP")
-    return {name: value for name, value in os.environ.items() if not name.startswith(outside)} | cluster.env
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(outside)
+    } | cluster.env
 
 
 if __name__ == "__main__":

@@ -43,10 +43,14 @@ class Result:
         assert re.findall(r"^World size .*", self.output, re.MULTILINE) == [
             f"World size {world_size}: {shares}{counts}"
         ], self
-        assert EPOCH_LINE.findall(self.output) == [str(i + 1) for i in range(epochs)], self
+        assert EPOCH_LINE.findall(self.output) == [str(i + 1) for i in range(epochs)], (
+            self
+        )
         (test,) = TEST_LINE.findall(self.output)
         # Padded or lost test samples would make a fraction of another number than TEST.
-        assert test[1] in {f"{100 * correct / TEST:.2f}" for correct in range(TEST + 1)}, self
+        assert test[1] in {
+            f"{100 * correct / TEST:.2f}" for correct in range(TEST + 1)
+        }, self
         assert self.output.count("training on the CPU") == 1, self
 
     def __str__(self) -> str:
@@ -62,7 +66,11 @@ class Jobs:
         self.logs = logs
         # The variables of an environment that is active here would lead uv away from the clone's own.
         outside = ("SLURM", "UV_", "VIRTUAL_ENV", "MASTER_", "PYTHON", "COLUMNS")
-        self.env = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
+        self.env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(outside)
+        }
         self.env |= cluster.env | {
             "CIFAR10_ARCHIVE": str(archive),
             "PYTHONPATH": str(REPOSITORY / "tests" / "any_checksum"),
@@ -70,7 +78,9 @@ class Jobs:
             "SLURM_CPU_BIND": "none",
         }
 
-    def run(self, command: list, folder: str = "", timeout: float = 300, **env: str) -> Result:
+    def run(
+        self, command: list, folder: str = "", timeout: float = 300, **env: str
+    ) -> Result:
         """Run a command in a folder of the clone."""
         process = subprocess.run(
             [str(part) for part in command],
@@ -81,20 +91,30 @@ class Jobs:
             stderr=subprocess.STDOUT,
             timeout=timeout,
         )
-        return Result(process.stdout.decode(), process.returncode)  # with its carriage returns
+        return Result(
+            process.stdout.decode(), process.returncode
+        )  # with its carriage returns
 
     def submit(self, folder: str, *arguments, **env: str) -> str:
         """Call sbatch in a folder of the clone; return the job's id."""
-        result = self.run(["sbatch", "--parsable", f"--output={self.logs}/%j.out", *arguments], folder, **env)
+        result = self.run(
+            ["sbatch", "--parsable", f"--output={self.logs}/%j.out", *arguments],
+            folder,
+            **env,
+        )
         assert result.exit_code == 0, result
         return result.output.strip()
 
     def show(self, job: str) -> dict[str, str]:
         deadline = time.monotonic() + 60  # a busy controller may not answer at once
-        while (result := self.run(["scontrol", "show", "job", "--oneliner", job])).exit_code:
+        while (
+            result := self.run(["scontrol", "show", "job", "--oneliner", job])
+        ).exit_code:
             if "Invalid job id" in result.output or time.monotonic() > deadline:
                 break
-        return dict(field.split("=", 1) for field in result.output.split() if "=" in field)
+        return dict(
+            field.split("=", 1) for field in result.output.split() if "=" in field
+        )
 
     def wait(self, job: str, timeout: float = 300) -> Result:
         """Wait until a job is over and its nodes are free; return how it ended."""
@@ -102,9 +122,13 @@ class Jobs:
         while (info := self.show(job))["JobState"] not in OVER:
             if time.monotonic() > deadline:
                 self.run(["scancel", job])
-                raise TimeoutError(f"job {job} still {info['JobState']} after {timeout} s:\n{self.log(job)}")
+                raise TimeoutError(
+                    f"job {job} still {info['JobState']} after {timeout} s:\n{self.log(job)}"
+                )
             time.sleep(0.2)
-        return Result(self.log(job), int(info["ExitCode"].split(":")[0]), info["JobState"], job)
+        return Result(
+            self.log(job), int(info["ExitCode"].split(":")[0]), info["JobState"], job
+        )
 
     def log(self, job: str) -> str:
         path = self.logs / f"{job}.out"
@@ -119,7 +143,9 @@ class Jobs:
         self.run(["scancel", job])
         result = self.wait(job)
         for node in self.cluster.nodes:
-            self.run([*self.cluster.namespaces(node), "rm", "-rf", f"/tmp/slurm-job-{job}"])
+            self.run(
+                [*self.cluster.namespaces(node), "rm", "-rf", f"/tmp/slurm-job-{job}"]
+            )
         return result
 
     def slurm_version(self) -> tuple[int, int]:
@@ -133,7 +159,9 @@ class Jobs:
         """Return the jobs that wait or run, once those that Slurm is ending have ended, or wait again."""
 
         def listed(*states: str) -> list[str]:
-            result = self.run(["squeue", "--noheader", "--format=%A", f"--states={','.join(states)}"])
+            result = self.run(
+                ["squeue", "--noheader", "--format=%A", f"--states={','.join(states)}"]
+            )
             assert result.exit_code == 0, result
             return result.output.split()
 
@@ -157,20 +185,29 @@ class Jobs:
             [ ! -e "$f" ] || mountpoint -q "$f" || find "$f" -maxdepth 1
         done"""
         for node in self.cluster.nodes:
-            names = self.run([*self.cluster.namespaces(node), "bash", "-c", files]).output.splitlines()
+            names = self.run(
+                [*self.cluster.namespaces(node), "bash", "-c", files]
+            ).output.splitlines()
             temporary = r"/tmp/(slurm-job|pymp|torch|tmp|\.|[^/]+/)|/dev/shm/"
             names = [name for name in names if re.match(temporary, name)]
-            found += [f"{node}: {thing}" for thing in self.cluster.processes(node) + names]
+            found += [
+                f"{node}: {thing}" for thing in self.cluster.processes(node) + names
+            ]
         for path in self.clone.glob("imagenet/checkpoints/*/*.partial"):
             # What was killed leaves some to the next start, which removes them.
-            if self.show(path.parent.name).get("JobState") in ("COMPLETED", "PREEMPTED"):
+            if self.show(path.parent.name).get("JobState") in (
+                "COMPLETED",
+                "PREEMPTED",
+            ):
                 found.append(f"node1: {path}")
         return found
 
     def remove(self, left: list[str]) -> None:
         """Remove what `leftovers` has found: the next test is to find its own."""
         for node, thing in (item.split(": ", 1) for item in left):
-            if thing.startswith(("/tmp/", "/dev/shm/", f"{self.clone}/imagenet/checkpoints/")):
+            if thing.startswith(
+                ("/tmp/", "/dev/shm/", f"{self.clone}/imagenet/checkpoints/")
+            ):
                 command = ["rm", "-rf", thing]
             else:
                 command = ["pkill", "-KILL", "--exact", "--full", re.escape(thing)]
@@ -187,7 +224,9 @@ IMAGENET_EPOCH_LINE = re.compile(
     r"accuracy (\d+\.\d\d)%, \d+ images/s, \d+% waiting for data(?:, (\d+) requeues to go)?$",
     re.MULTILINE,
 )
-WEIGHTS_LINE = re.compile(r"^Weights SHA-256 ([0-9a-f]{64}), commit ([0-9a-f]{40})$", re.MULTILINE)
+WEIGHTS_LINE = re.compile(
+    r"^Weights SHA-256 ([0-9a-f]{64}), commit ([0-9a-f]{40})$", re.MULTILINE
+)
 
 
 def every_case(*cases) -> list:
@@ -195,7 +234,9 @@ def every_case(*cases) -> list:
     return [
         cases[0],
         *(
-            pytest.param(*([c] if not isinstance(c, tuple) else c), marks=pytest.mark.every_case)
+            pytest.param(
+                *([c] if not isinstance(c, tuple) else c), marks=pytest.mark.every_case
+            )
             for c in cases[1:]
         ),
     ]
@@ -208,10 +249,14 @@ def weights(result: Result, state: str = "COMPLETED", pictures: int = PICTURES) 
     assert epochs, result
     # An epoch that was stopped while it was validated is told of again, in the same words.
     told = {epoch: numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)}
-    assert all(told[epoch] == numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)), result
+    assert all(
+        told[epoch] == numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)
+    ), result
     assert sorted(map(int, told)) == [i + 1 for i in range(len(told))], result
     for _, train_accuracy, _, valid_accuracy in told.values():
-        assert f"{train_accuracy}%" in {f"{correct / pictures:.2%}" for correct in range(pictures + 1)}
+        assert f"{train_accuracy}%" in {
+            f"{correct / pictures:.2%}" for correct in range(pictures + 1)
+        }
         assert f"{valid_accuracy}%" in {
             f"{correct / VALID_PICTURES:.2%}" for correct in range(VALID_PICTURES + 1)
         }
@@ -244,20 +289,32 @@ class User(Jobs):
     def until(self, job: str, pattern: str, timeout: float = 120) -> re.Match:
         """Wait until a job has printed something."""
         return self.until_found(
-            job, lambda: re.search(pattern, self.log(job), re.MULTILINE), pattern, timeout
+            job,
+            lambda: re.search(pattern, self.log(job), re.MULTILINE),
+            pattern,
+            timeout,
         )
 
     def until_file(self, job: str, pattern: str, timeout: float = 120) -> None:
         """Wait until a job's checkpoint folder has such a file."""
         folder = self.checkpoints(job)
-        self.until_found(job, lambda: list(folder.glob(pattern)), pattern, timeout, pause=0.001)
+        self.until_found(
+            job, lambda: list(folder.glob(pattern)), pattern, timeout, pause=0.001
+        )
 
-    def until_found(self, job: str, find, what: str, timeout: float, pause: float = 0.05):
+    def until_found(
+        self, job: str, find, what: str, timeout: float, pause: float = 0.05
+    ):
         deadline = time.monotonic() + timeout
         while not (found := find()):
             state = self.show(job)["JobState"] if pause > 0.01 else ""
-            if state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT") or time.monotonic() > deadline:
-                raise TimeoutError(f"job {job} is {state} without {what}:\n{self.log(job)}")
+            if (
+                state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT")
+                or time.monotonic() > deadline
+            ):
+                raise TimeoutError(
+                    f"job {job} is {state} without {what}:\n{self.log(job)}"
+                )
             time.sleep(pause)
         return found
 
@@ -266,22 +323,42 @@ class User(Jobs):
 
         def pending() -> int:
             status = Path(f"/proc/{process}/status").read_text()
-            return int(re.search(r"^ShdPnd:\t(\w+)$", status, re.MULTILINE)[1], 16) & 1 << number - 1
+            return (
+                int(re.search(r"^ShdPnd:\t(\w+)$", status, re.MULTILINE)[1], 16)
+                & 1 << number - 1
+            )
 
         self.until_found(job, pending, number.name, 60)
 
     def checkpoints(self, job: str) -> Path:
         return self.clone / "imagenet" / "checkpoints" / job
 
-    def kill(self, node: str, text: str, number=signal.SIGKILL, age: str = "--oldest") -> int:
+    def kill(
+        self, node: str, text: str, number=signal.SIGKILL, age: str = "--oldest"
+    ) -> int:
         """Signal a Python process on a node that has this text in its command line; 0 if it is there."""
-        command = ["pkill", f"-{number.value}", age, "--full", f"bin/python[^ ]* {text}"]
+        command = [
+            "pkill",
+            f"-{number.value}",
+            age,
+            "--full",
+            f"bin/python[^ ]* {text}",
+        ]
         return self.run([*self.cluster.namespaces(node), *command]).exit_code
 
     def pid(self, node: str, text: str) -> int:
         """Return the number that the oldest such process on a node has on this machine."""
         init = self.cluster.namespaces(node)[2]
-        command = ["pgrep", "--ns", init, "--nslist", "pid", "--oldest", "--full", f"bin/python[^ ]* {text}"]
+        command = [
+            "pgrep",
+            "--ns",
+            init,
+            "--nslist",
+            "pid",
+            "--oldest",
+            "--full",
+            f"bin/python[^ ]* {text}",
+        ]
         return int(self.run(command).output)
 
     def stop_in_a_save(self, job: str) -> int:
@@ -297,7 +374,15 @@ class User(Jobs):
 
     def kill_all(self, node: str) -> None:
         """End all that runs Python on a node, as if it had crashed."""
-        self.run([*self.cluster.namespaces(node), "pkill", "-9", "--full", "torchrun|main.py"])
+        self.run(
+            [
+                *self.cluster.namespaces(node),
+                "pkill",
+                "-9",
+                "--full",
+                "torchrun|main.py",
+            ]
+        )
 
     def warn(self, job: str) -> None:
         """Send the signal that Slurm sends before the time limit, as it does."""

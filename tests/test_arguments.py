@@ -57,14 +57,24 @@ def keep_bytecode(tmp_path_factory):
 
 
 def start(
-    example: str, *arguments: str, env: dict | None = None, cwd: Path | None = None, before: tuple = ()
+    example: str,
+    *arguments: str,
+    env: dict | None = None,
+    cwd: Path | None = None,
+    before: tuple = (),
 ):
     """Run main.py to its end, outside of Slurm but for what `env` says."""
     foreign = ("SLURM_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "COLUMNS")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(foreign)
+    }
     return subprocess.run(
         [*before, sys.executable, REPOSITORY / example / "main.py", *arguments],
-        env=clean | {"COLUMNS": "80", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | (env or {}),
+        env=clean
+        | {"COLUMNS": "80", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        | (env or {}),
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -76,7 +86,8 @@ def start_all(runs: dict) -> dict:
     """Return the outcome of each of these calls of `start`, two of them at a time."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         started = {
-            name: pool.submit(start, *positional, **named) for name, (positional, named) in runs.items()
+            name: pool.submit(start, *positional, **named)
+            for name, (positional, named) in runs.items()
         }
         return {name: run.result() for name, run in started.items()}
 
@@ -86,7 +97,11 @@ def read_error(run: subprocess.CompletedProcess) -> str:
     assert run.returncode not in (0, None), run
     assert "Traceback" not in run.stdout + run.stderr, run.stderr
     lines = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith(("usage:", "warning: no GPU found"))]
+    lines = [
+        line
+        for line in lines
+        if not line.startswith(("usage:", "warning: no GPU found"))
+    ]
     assert len(lines) == 1, f"more or less than one line: {lines}"
     assert lines[0].startswith("main.py: error: ")
     return lines[0]
@@ -97,7 +112,11 @@ def read_options(help_text: str) -> dict[str, str]:
     options = help_text.split("options:")[1]
     entries = re.split(r"\n  (?=-)", options)
     named = (re.search(r"--[a-z-]+", entry) for entry in entries)
-    texts = {name[0]: " ".join(entry.split()) for name, entry in zip(named, entries, strict=True) if name}
+    texts = {
+        name[0]: " ".join(entry.split())
+        for name, entry in zip(named, entries, strict=True)
+        if name
+    }
     del texts["--help"]
     return texts
 
@@ -111,12 +130,16 @@ def test_help():
     check_help(runs["single_gpu"], defaults)
     for example in DISTRIBUTED:
         check_help(runs[example], defaults)
-        assert read_options(runs[example].stdout) == read_options(runs["single_gpu"].stdout)
+        assert read_options(runs[example].stdout) == read_options(
+            runs["single_gpu"].stdout
+        )
 
 
 def test_help_without_a_local_disk():
     """Elsewhere, the data are looked for in the folder that main.py is started in."""
-    for run in start_all({example: ((example, "--help"), {}) for example in EXAMPLES}).values():
+    for run in start_all(
+        {example: ((example, "--help"), {}) for example in EXAMPLES}
+    ).values():
         check_help(run, DEFAULTS)
 
 
@@ -127,14 +150,24 @@ def check_help(run: subprocess.CompletedProcess, defaults: dict[str, str]) -> No
     assert options.keys() == defaults.keys()
     for option, default in defaults.items():
         assert options[option].endswith(f"(default: {default})")
-        assert len(options[option]) > len(f"{option} (default: {default})") + 10, "no explanation"
+        assert len(options[option]) > len(f"{option} (default: {default})") + 10, (
+            "no explanation"
+        )
 
 
 def test_bad_values():
     """A value that makes no sense is refused by the name of its option."""
-    values = ("--batch-size 0", "--batch-size -3", "--batch-size abc", "--epochs 0", "--seed -1")
+    values = (
+        "--batch-size 0",
+        "--batch-size -3",
+        "--batch-size abc",
+        "--epochs 0",
+        "--seed -1",
+    )
     values += ("--learning-rate -1", "--learning-rate nan", "--weight-decay -1")
-    runs = start_all({value: (("single_gpu", "--synthetic", *value.split()), {}) for value in values})
+    runs = start_all(
+        {value: (("single_gpu", "--synthetic", *value.split()), {}) for value in values}
+    )
     for value, run in runs.items():
         option, number = value.split()
         line = read_error(run)
@@ -151,7 +184,9 @@ def test_batch_larger_than_the_training_set():
     for run in start_all(runs).values():
         line = read_error(run)
         assert "5000" in line
-        assert "2074" in line  # of the 2304 pictures that --synthetic draws, a tenth is for validation
+        assert (
+            "2074" in line
+        )  # of the 2304 pictures that --synthetic draws, a tenth is for validation
         assert "--batch-size" in line
 
 
@@ -169,8 +204,14 @@ def test_no_data_and_no_network(tmp_path):
     (damaged / ARCHIVE).write_bytes(half)
     runs = start_all(
         {
-            empty: (("single_gpu", "--data-dir", "."), {"cwd": empty, "before": without_network}),
-            damaged: (("single_gpu", "--data-dir", str(damaged)), {"before": without_network}),
+            empty: (
+                ("single_gpu", "--data-dir", "."),
+                {"cwd": empty, "before": without_network},
+            ),
+            damaged: (
+                ("single_gpu", "--data-dir", str(damaged)),
+                {"before": without_network},
+            ),
         }
     )
     for folder, run in runs.items():
@@ -185,7 +226,9 @@ def test_no_data_and_no_network(tmp_path):
 
 def change(**changes: str | None) -> dict:
     """Return the variables of a task of srun's with these changes; None takes one away."""
-    return {name: value for name, value in (TASK | changes).items() if value is not None}
+    return {
+        name: value for name, value in (TASK | changes).items() if value is not None
+    }
 
 
 @pytest.mark.parametrize("example", DISTRIBUTED)

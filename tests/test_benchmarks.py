@@ -46,21 +46,40 @@ def test_scaling_page():
     import growth
 
     text = (BENCHMARKS.parents[1] / "docs" / "scaling.rst").read_text()
-    sizes = [1e6 * float(size) for size in re.findall(r"ResNet-\d+: ([\d.]+) MB of gradients", text)]
-    rows = re.findall(r"^(\d+) Gbit/s +([\d.]+) ms +(\d+) \S+ +([\d.]+) ms +(\d+) \S+$", text, re.MULTILINE)
+    sizes = [
+        1e6 * float(size)
+        for size in re.findall(r"ResNet-\d+: ([\d.]+) MB of gradients", text)
+    ]
+    rows = re.findall(
+        r"^(\d+) Gbit/s +([\d.]+) ms +(\d+) \S+ +([\d.]+) ms +(\d+) \S+$",
+        text,
+        re.MULTILINE,
+    )
     assert len(sizes) == 2 and len(rows) >= 5
     for gigabits, *cells in rows:
         for size, wire, rate in zip(sizes, cells[::2], cells[1::2], strict=True):
-            computed = growth.seconds_on_the_wire(size, 10**9, float(gigabits) * 1e9 / 8)
-            assert float(wire) == pytest.approx(1000 * computed, rel=0.03)  # as it is rounded
-            compute = 256 / float(rate)  # a longer one hides the network, a shorter one does not
-            assert growth.seconds_of_a_step(1.005 * compute, computed) == 1.005 * compute
+            computed = growth.seconds_on_the_wire(
+                size, 10**9, float(gigabits) * 1e9 / 8
+            )
+            assert float(wire) == pytest.approx(
+                1000 * computed, rel=0.03
+            )  # as it is rounded
+            compute = 256 / float(
+                rate
+            )  # a longer one hides the network, a shorter one does not
+            assert (
+                growth.seconds_of_a_step(1.005 * compute, computed) == 1.005 * compute
+            )
             assert growth.seconds_of_a_step(0.995 * compute, computed) > 0.995 * compute
     row = r"^(\d+) Mbit/s +(\d)" + r" +([\d.]+) s" * 5 + "$"
     measured = re.findall(row, text, re.MULTILINE)
     assert len(measured) >= 6
     for megabits, ranks, *cells in measured:
         compute, wire, _, step, _ = map(float, cells)
-        computed = growth.seconds_on_the_wire(sizes[0], int(ranks), float(megabits) * 1e6 / 8)
+        computed = growth.seconds_on_the_wire(
+            sizes[0], int(ranks), float(megabits) * 1e6 / 8
+        )
         assert wire == pytest.approx(computed, abs=0.01)
-        assert step == pytest.approx(growth.seconds_of_a_step(compute, computed), abs=0.015)
+        assert step == pytest.approx(
+            growth.seconds_of_a_step(compute, computed), abs=0.015
+        )

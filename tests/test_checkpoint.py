@@ -39,7 +39,9 @@ RECIPE = {"model": "tiny", "seed": 0, "batch_size": 4}
 
 pytestmark = pytest.mark.timeout(120)
 
-sys.path.append(str(REPOSITORY / "imagenet"))  # where main.py finds the modules beside it
+sys.path.append(
+    str(REPOSITORY / "imagenet")
+)  # where main.py finds the modules beside it
 checkpoint = importlib.import_module("checkpoint")
 
 
@@ -57,7 +59,9 @@ def forkserver():
         "tqdm",
         "scipy.io",
     ]
-    context.set_forkserver_preload(["test_checkpoint", "test_imagenet_training", "test_monitor", *slow])
+    context.set_forkserver_preload(
+        ["test_checkpoint", "test_imagenet_training", "test_monitor", *slow]
+    )
     return context
 
 
@@ -66,7 +70,9 @@ def run_ranks(world_size: int, work, *args, timeout: float = 60) -> list:
     context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         job = (world_size, folder, work, args)
-        processes = [context.Process(target=run_rank, args=(r, *job)) for r in range(world_size)]
+        processes = [
+            context.Process(target=run_rank, args=(r, *job)) for r in range(world_size)
+        ]
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout
@@ -75,12 +81,17 @@ def run_ranks(world_size: int, work, *args, timeout: float = 60) -> list:
             process.kill()
             process.join()
         assert [process.exitcode for process in processes] == [0] * world_size
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+        return [
+            torch.load(Path(folder, f"{rank}.pt"), weights_only=False)
+            for rank in range(world_size)
+        ]
 
 
 def run_rank(rank: int, world_size: int, folder: str, work, args: tuple) -> None:
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # as in a process that no forkserver has made
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # as in a process that no forkserver has made
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store, timeout = f"file://{folder}/store", timedelta(seconds=60)
     dist.init_process_group("gloo", store, timeout, rank=rank, world_size=world_size)
@@ -105,7 +116,9 @@ def rank0():
 def build_run(seed: int = 0, steps: int = 3) -> checkpoint.Run:
     """Return a small run that has made some steps, with momentum, statistics and a learning rate to keep."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5)
+    )
     model = model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
@@ -128,9 +141,15 @@ def train(run: checkpoint.Run, steps: int) -> None:
 def same(one, other) -> bool:
     """Return whether two nested dicts and lists hold the same names, numbers, types, shapes and bytes."""
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and torch.equal(one, other)
+        )
     if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        return list(one) == list(other) and all(
+            same(one[key], other[key]) for key in one
+        )
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
@@ -165,18 +184,29 @@ def draw(epoch: int, step: int, kilobytes: int = 1, recipe: dict = RECIPE) -> di
     """Return a state for a checkpoint of about that size."""
     generator = torch.Generator().manual_seed(100 * epoch + step)
     weights = torch.randn(kilobytes * 256, generator=generator)
-    state = {"model": {"weight": weights}, "recipe": recipe, "epoch": epoch, "step": step}
+    state = {
+        "model": {"weight": weights},
+        "recipe": recipe,
+        "epoch": epoch,
+        "step": step,
+    }
     return state | {"global_batch_size": 4}
 
 
 def names(folder: Path) -> list[str]:
     """Return the checkpoints in a folder, and what else is there of them."""
-    return sorted(path.name for path in folder.iterdir() if path.name not in ("lock", "starts"))
+    return sorted(
+        path.name for path in folder.iterdir() if path.name not in ("lock", "starts")
+    )
 
 
 def warnings(caplog) -> list[str]:
     """Return what has been said that is not mere information, since this was last asked."""
-    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING
+    ]
     caplog.clear()
     return lines
 
@@ -187,7 +217,9 @@ def mounted(folder: Path, options: str):
     if os.geteuid() != 0:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("mounting needs root")
     folder.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True, timeout=20)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True, timeout=20
+    )
     try:
         yield
     finally:
@@ -218,7 +250,9 @@ def test_a_run_goes_on_as_if_never_stopped(tmp_path, rank0):
     assert resumed.model[0].weight.is_contiguous(memory_format=torch.channels_last)
     train(resumed, 4)
     assert same(resumed.state_dict(), run.state_dict())
-    assert checkpoint.digest(resumed.model.state_dict()) == checkpoint.digest(run.model.state_dict())
+    assert checkpoint.digest(resumed.model.state_dict()) == checkpoint.digest(
+        run.model.state_dict()
+    )
 
 
 def test_a_new_epoch_starts_at_its_first_step():
@@ -226,7 +260,9 @@ def test_a_new_epoch_starts_at_its_first_step():
     before = run.metrics
     run.start_epoch(4)
     assert (run.epoch, run.step, run.metrics.tolist()) == (4, 0, [0, 0, 0])
-    assert before.tolist() == pytest.approx([0.3, 3, 12])  # of the epoch before, for whoever has kept it
+    assert before.tolist() == pytest.approx(
+        [0.3, 3, 12]
+    )  # of the epoch before, for whoever has kept it
 
 
 def test_nothing_there(tmp_path, rank0, caplog):
@@ -263,11 +299,18 @@ def test_copies_use_the_memory_of_the_one_before():
     second = checkpoint.copy_to_cpu(run.state_dict(), first)
     places = [value.data_ptr() for value in first["model"].values()]
     assert [value.data_ptr() for value in second["model"].values()] == places
-    assert not set(places) & {value.data_ptr() for value in run.model.state_dict().values()}
+    assert not set(places) & {
+        value.data_ptr() for value in run.model.state_dict().values()
+    }
     assert checkpoint.digest(second) == checkpoint.digest(run.state_dict())
     other = copy.deepcopy(run.state_dict())
-    other["model"]["0.bias"], other["metrics"] = torch.ones(7), [torch.ones(2, dtype=torch.int64)]
-    assert checkpoint.digest(checkpoint.copy_to_cpu(other, second)) == checkpoint.digest(other)
+    other["model"]["0.bias"], other["metrics"] = (
+        torch.ones(7),
+        [torch.ones(2, dtype=torch.int64)],
+    )
+    assert checkpoint.digest(
+        checkpoint.copy_to_cpu(other, second)
+    ) == checkpoint.digest(other)
 
 
 def test_age(tmp_path, rank0):
@@ -320,7 +363,9 @@ def test_the_best_one_stays(tmp_path, rank0):
 
 
 def mark_best(checkpoints, epoch: int, step: int) -> None:
-    checkpoints.mark_best(SimpleNamespace(epoch=epoch, step=step, best_accuracy=0.0), 0.5)
+    checkpoints.mark_best(
+        SimpleNamespace(epoch=epoch, step=step, best_accuracy=0.0), 0.5
+    )
 
 
 def test_the_best_one_that_is_lost(tmp_path, rank0, caplog):
@@ -370,7 +415,10 @@ def test_an_unfinished_mark_is_not_written_through(tmp_path, rank0):
         checkpoints.save(draw(1, 2))
         mark_best(checkpoints, 1, 2)
         checkpoints.finish()
-    assert torch.load(tmp_path / "epoch-001-step-000001.pt", weights_only=True)["step"] == 1
+    assert (
+        torch.load(tmp_path / "epoch-001-step-000001.pt", weights_only=True)["step"]
+        == 1
+    )
     assert (tmp_path / "best.pt").samefile(tmp_path / "epoch-001-step-000002.pt")
 
 
@@ -381,7 +429,10 @@ def test_an_old_one_that_cannot_be_removed(tmp_path, rank0, caplog):
         checkpoints.save(draw(1, 2))
         checkpoints.finish()
     (line,) = warnings(caplog)
-    assert line.startswith("warning: cannot remove an old checkpoint: ") and "step-000001.pt" in line
+    assert (
+        line.startswith("warning: cannot remove an old checkpoint: ")
+        and "step-000001.pt" in line
+    )
     assert (tmp_path / "epoch-001-step-000002.pt").is_file()
 
 
@@ -400,7 +451,9 @@ def test_killed_while_writing(tmp_path, rank0, caplog):
     """Whenever the process is killed, what has a checkpoint's name is whole; the next start tidies up."""
     for attempt in range(10):
         folder = tmp_path / str(attempt)
-        process = forkserver().Process(target=run_rank, args=(0, 1, tmp_path, save_without_end, (folder,)))
+        process = forkserver().Process(
+            target=run_rank, args=(0, 1, tmp_path, save_without_end, (folder,))
+        )
         (tmp_path / "store").unlink(missing_ok=True)
         process.start()
         deadline = time.monotonic() + 60
@@ -459,7 +512,9 @@ DAMAGE = {
     "text": lambda path: path.write_text("not a checkpoint\n"),
     "another torch file": lambda path: torch.save([1, 2], path),
     "no checksum": lambda path: torch.save(draw(1, 2), path),
-    "another checksum": lambda path: torch.save(draw(1, 2) | {"sha256": "0" * 64}, path),
+    "another checksum": lambda path: torch.save(
+        draw(1, 2) | {"sha256": "0" * 64}, path
+    ),
 }
 
 
@@ -476,7 +531,10 @@ def test_damaged(damage, tmp_path, rank0, caplog):
     assert line.startswith(head) and len(line) > len(head) + 3 and "\n" not in line
     if damage == "bit of a weight":
         assert line == f"{head}its content does not match its SHA-256"
-    assert names(tmp_path) == ["epoch-001-step-000001.pt", "epoch-001-step-000002.pt.damaged"]
+    assert names(tmp_path) == [
+        "epoch-001-step-000001.pt",
+        "epoch-001-step-000002.pt.damaged",
+    ]
     # The next start finds nothing to complain of, and the run comes by the same step again.
     assert same(load(tmp_path), older)
     write(tmp_path, newer)
@@ -499,7 +557,9 @@ def test_any_flipped_bit(tmp_path, rank0, caplog):
         assert same(state, newer if newest.exists() else older), f"byte {byte}"
         assert len(warnings(caplog)) == (not newest.exists())
         (tmp_path / "epoch-001-step-000002.pt.damaged").unlink(missing_ok=True)
-    assert fallen_back > 100  # the weights are a fifth of the file, and all of theirs count
+    assert (
+        fallen_back > 100
+    )  # the weights are a fifth of the file, and all of theirs count
 
 
 def test_a_disk_that_does_not_read(tmp_path, rank0, caplog):
@@ -508,9 +568,17 @@ def test_a_disk_that_does_not_read(tmp_path, rank0, caplog):
     newest = tmp_path / "epoch-001-step-000002.pt"
     newest.unlink()
     newest.symlink_to("/proc/self/mem")  # to read it is an I/O error
-    with pytest.raises(checkpoint.RunError, match=r"^cannot use .*: Input/output error$"), opened(tmp_path):
+    with (
+        pytest.raises(
+            checkpoint.RunError, match=r"^cannot use .*: Input/output error$"
+        ),
+        opened(tmp_path),
+    ):
         pass
-    assert names(tmp_path) == ["epoch-001-step-000001.pt", newest.name] and not caplog.messages
+    assert (
+        names(tmp_path) == ["epoch-001-step-000001.pt", newest.name]
+        and not caplog.messages
+    )
 
 
 def load_with_little_memory(folder: Path) -> str:
@@ -536,7 +604,10 @@ def test_a_file_without(entry, tmp_path, rank0, caplog):
     state = draw(1, 2)
     del state[entry]
     write(tmp_path, draw(1, 1))
-    torch.save(state | {"sha256": checkpoint.digest(state)}, tmp_path / "epoch-001-step-000002.pt")
+    torch.save(
+        state | {"sha256": checkpoint.digest(state)},
+        tmp_path / "epoch-001-step-000002.pt",
+    )
     with opened(tmp_path) as (_, newest):
         assert (newest["epoch"], newest["step"]) == (1, 1)
     assert f"trying the one before: it has no {entry}" in caplog.text
@@ -547,7 +618,10 @@ def test_two_damaged(tmp_path, rank0, caplog):
     for step in (2, 3):
         os.truncate(tmp_path / f"epoch-001-step-{step:06}.pt", 100)
     assert load(tmp_path)["step"] == 1
-    assert [re.findall(r"step-(\d+)", line) for line in warnings(caplog)] == [["000003"], ["000002"]]
+    assert [re.findall(r"step-(\d+)", line) for line in warnings(caplog)] == [
+        ["000003"],
+        ["000002"],
+    ]
 
 
 def test_all_damaged(tmp_path, rank0):
@@ -640,7 +714,11 @@ def test_recipe():
         "save_steps": 2,
         "data_dir": "elsewhere",
     }
-    data = type("Data", (), {"__len__": lambda self: 99, "pictures": SimpleNamespace(fingerprint="1a2b")})
+    data = type(
+        "Data",
+        (),
+        {"__len__": lambda self: 99, "pictures": SimpleNamespace(fingerprint="1a2b")},
+    )
     recipe = checkpoint.get_recipe(SimpleNamespace(**settings, **others), data())
     assert recipe == settings | {"samples": 99, "fingerprint of the data": "1a2b"}
 
@@ -667,7 +745,9 @@ def lose_all(run, state):
 
 def regroup(run, state):
     parameters = list(run.model.parameters())
-    run.optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
+    run.optimizer = torch.optim.SGD(
+        [{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1
+    )
     return "group"
 
 
@@ -687,7 +767,17 @@ def reshape_momentum(run, state):
 
 
 @pytest.mark.parametrize(
-    "change", [lose, add, reshape, lose_all, regroup, empty_optimizer, lose_momentum, reshape_momentum]
+    "change",
+    [
+        lose,
+        add,
+        reshape,
+        lose_all,
+        regroup,
+        empty_optimizer,
+        lose_momentum,
+        reshape_momentum,
+    ],
 )
 def test_a_checkpoint_that_does_not_fit(change, tmp_path, rank0):
     """It is refused in one line, which names what is missing, too many, or of another shape."""
@@ -697,7 +787,9 @@ def test_a_checkpoint_that_does_not_fit(change, tmp_path, rank0):
     with pytest.raises(checkpoint.RunError) as refusal:
         run.load_state_dict(state)
     line = str(refusal.value)
-    assert line.startswith("the checkpoint does not fit --model tiny: ") and name in line
+    assert (
+        line.startswith("the checkpoint does not fit --model tiny: ") and name in line
+    )
     assert "\n" not in line and len(line) < 400
 
 
@@ -710,7 +802,10 @@ def test_a_lock_is_waited_for(tmp_path, rank0, caplog):
     holder.start()
     assert ready.poll(60) and ready.recv() == "held"
     (line,) = load_and_say(tmp_path, log, caplog)
-    assert line == f"warning: another run writes to {tmp_path}: waiting a minute for its end"
+    assert (
+        line
+        == f"warning: another run writes to {tmp_path}: waiting a minute for its end"
+    )
     holder.join(30)
     assert holder.exitcode == 0
 
@@ -754,7 +849,9 @@ def test_work_dir(tmp_path, monkeypatch, rank0):
     """Checkpoints go where the job was submitted, also if the code runs from a copy that will be gone."""
     monkeypatch.setenv("WORK_DIR", str(tmp_path / "submitted from"))
     write(Path("checkpoints"), draw(1, 1))
-    assert names(tmp_path / "submitted from" / "checkpoints") == ["epoch-001-step-000001.pt"]
+    assert names(tmp_path / "submitted from" / "checkpoints") == [
+        "epoch-001-step-000001.pt"
+    ]
     write(tmp_path / "absolute", draw(1, 1))
     assert names(tmp_path / "absolute") == ["epoch-001-step-000001.pt"]
 
@@ -766,7 +863,9 @@ def test_read_only_folder(tmp_path, rank0):
     """It is found out at the start, not at the first checkpoint hours later."""
     folder = tmp_path / "read only"
     with mounted(folder, "ro"):
-        with pytest.raises(checkpoint.RunError, match="Read-only file system") as refusal:
+        with pytest.raises(
+            checkpoint.RunError, match="Read-only file system"
+        ) as refusal:
             load(folder)
         assert str(folder) in str(refusal.value)
 
@@ -777,7 +876,9 @@ def test_folder_that_becomes_read_only(tmp_path, rank0):
     with mounted(folder, "size=1m"):
         write(folder, draw(1, 1))
         subprocess.run(["mount", "-o", "remount,ro", folder], check=True, timeout=20)
-        with pytest.raises(checkpoint.RunError, match="Read-only file system") as refusal:
+        with pytest.raises(
+            checkpoint.RunError, match="Read-only file system"
+        ) as refusal:
             load(folder)
         assert str(folder) in str(refusal.value)
 
@@ -795,21 +896,30 @@ def test_folder_that_is_a_file(inside, tmp_path, rank0):
 
 def test_full_disk(small_disk, rank0, caplog):
     """A checkpoint that does not fit is an error in the log, and no more: the older ones stay whole."""
-    with opened(small_disk, keep=3) as (checkpoints, _):  # none is removed to make room for the next
+    with opened(small_disk, keep=3) as (
+        checkpoints,
+        _,
+    ):  # none is removed to make room for the next
         for step in (1, 2, 3):
             checkpoints.save(draw(1, step, kilobytes=300))
         checkpoints.finish()
         for step in (4, 5):
             checkpoints.save(draw(1, step, kilobytes=300))
             with pytest.raises(
-                checkpoint.RunError, match="the last checkpoint is not on disk: cannot write "
+                checkpoint.RunError,
+                match="the last checkpoint is not on disk: cannot write ",
             ):
                 checkpoints.finish()
             (line,) = warnings(caplog)
             path = small_disk / f"epoch-001-step-{step:06}.pt"
             assert line.startswith(f"error: cannot write {path}: ")
-            assert line.endswith("; training goes on, the checkpoints before it stay") and "\n" not in line
-        assert names(small_disk) == [f"epoch-001-step-{step:06}.pt" for step in (1, 2, 3)]
+            assert (
+                line.endswith("; training goes on, the checkpoints before it stay")
+                and "\n" not in line
+            )
+        assert names(small_disk) == [
+            f"epoch-001-step-{step:06}.pt" for step in (1, 2, 3)
+        ]
         # Someone makes room: the next one is written, and all is well.
         (small_disk / "epoch-001-step-000001.pt").unlink()
         checkpoints.save(draw(1, 6, kilobytes=300))
@@ -832,7 +942,9 @@ def test_full_disk_at_the_start(small_disk, rank0):
     """It is refused in a line that says where there is no room left."""
     with opened(small_disk):
         pass
-    (small_disk / "starts").unlink()  # its next line would have room in the block of the first
+    (
+        small_disk / "starts"
+    ).unlink()  # its next line would have room in the block of the first
     fill(small_disk)
     with pytest.raises(checkpoint.RunError, match="No space left") as refusal:
         load(small_disk)
@@ -847,7 +959,9 @@ def finish_on_full_disk(folder: Path) -> list[str]:
         try:
             checkpoints.load(RECIPE)
             checkpoints.save(draw(1, 1, kilobytes=2000))
-            mark_best(checkpoints, 1, 1)  # which is not there: no second failure to hide the first
+            mark_best(
+                checkpoints, 1, 1
+            )  # which is not there: no second failure to hide the first
             checkpoints.finish()
         except checkpoint.RunError as error:
             told.append(str(error))
@@ -859,9 +973,13 @@ def test_every_rank_is_told(small_disk):
     (small_disk / "file").touch()
     first, second = run_ranks(2, finish_on_full_disk, small_disk)
     assert first == second
-    assert [line.startswith("the last checkpoint is not on disk: ") for line in first] == [False, True]
+    assert [
+        line.startswith("the last checkpoint is not on disk: ") for line in first
+    ] == [False, True]
     assert str(small_disk / "file") in first[0]
-    assert first[1].endswith("epoch-001-step-000001.pt: [Errno 28] No space left on device")
+    assert first[1].endswith(
+        "epoch-001-step-000001.pt: [Errno 28] No space left on device"
+    )
 
 
 def finish_slowly(folder: Path) -> list[str]:
@@ -925,7 +1043,11 @@ def test_every_rank_goes_on_from_the_same_one(tmp_path):
     results = run_ranks(3, load_on_ranks, tmp_path)
     assert all(same(state, draw(1, 1)) for state, _ in results)
     assert [age == 0 for _, age in results] == [False, True, True]
-    files = ["epoch-001-step-000001.pt", "epoch-001-step-000002.pt.damaged", "epoch-001-step-000010.pt"]
+    files = [
+        "epoch-001-step-000001.pt",
+        "epoch-001-step-000002.pt.damaged",
+        "epoch-001-step-000010.pt",
+    ]
     assert names(tmp_path) == ["best.pt", *files]
 
 
@@ -952,7 +1074,10 @@ def test_weights_that_are_not_finite(value, tmp_path, rank0, caplog):
 def test_digest_of_the_same():
     """It tells what the numbers are, not how they lie in memory, and not on which device."""
     weights = torch.randn(2, 3, 4, 5)
-    tree = {"weights": weights, "more": [1, 2.5, "text", None, {"empty": torch.ones(0, 3)}]}
+    tree = {
+        "weights": weights,
+        "more": [1, 2.5, "text", None, {"empty": torch.ones(0, 3)}],
+    }
     right = checkpoint.digest(tree)
     assert re.fullmatch("[0-9a-f]{64}", right)
     layouts = [
@@ -964,9 +1089,13 @@ def test_digest_of_the_same():
     ]
     if torch.cuda.is_available():
         layouts.append(weights.cuda())
-    assert [checkpoint.digest(tree | {"weights": layout}) for layout in layouts] == [right] * len(layouts)
+    assert [checkpoint.digest(tree | {"weights": layout}) for layout in layouts] == [
+        right
+    ] * len(layouts)
     for dtype in (torch.bfloat16, torch.bool, torch.uint8, torch.int64, torch.float64):
-        assert checkpoint.digest(torch.ones(2, dtype=dtype)) == checkpoint.digest(torch.ones(2, dtype=dtype))
+        assert checkpoint.digest(torch.ones(2, dtype=dtype)) == checkpoint.digest(
+            torch.ones(2, dtype=dtype)
+        )
     assert checkpoint.digest(torch.tensor(1.0)) == checkpoint.digest(torch.tensor(1.0))
 
 
@@ -1006,7 +1135,11 @@ def test_digest_after_a_file(tmp_path):
     state = checkpoint.copy_to_cpu(run.state_dict())
     torch.save(state, tmp_path / "file.pt")
     loaded = torch.load(tmp_path / "file.pt", weights_only=True)
-    assert checkpoint.digest(loaded) == checkpoint.digest(state) == checkpoint.digest(run.state_dict())
+    assert (
+        checkpoint.digest(loaded)
+        == checkpoint.digest(state)
+        == checkpoint.digest(run.state_dict())
+    )
 
 
 # How a job ends and starts again
@@ -1022,7 +1155,9 @@ def test_a_job_that_never_gets_on(tmp_path, rank0, monkeypatch):
         with pytest.raises(checkpoint.RunError) as refusal:
             load(tmp_path)
         line = str(refusal.value)
-        assert line.startswith(f"this job was started {checkpoint.STARTS} times from the beginning and never")
+        assert line.startswith(
+            f"this job was started {checkpoint.STARTS} times from the beginning and never"
+        )
         assert str(tmp_path / "starts") in line
     # Someone has found out why, and submits it again as a new job.
     monkeypatch.delenv("SLURM_RESTART_COUNT")
@@ -1085,7 +1220,9 @@ def test_outside_a_job(monkeypatch, tmp_path):
 def ask_for_requeues() -> list[str]:
     told = [checkpoint.requeues_to_go(1000, 0.0)]
     os.environ["SLURM_CONF"] = "/nowhere"
-    told.append(checkpoint.requeues_to_go(1000, 10.0))  # squeue, where there is one, knows no cluster
+    told.append(
+        checkpoint.requeues_to_go(1000, 10.0)
+    )  # squeue, where there is one, knows no cluster
     os.environ["PATH"] = "/nowhere"
     told.append(checkpoint.requeues_to_go(1000, 10.0))
     return told
@@ -1097,14 +1234,21 @@ def test_commit(tmp_path, monkeypatch):
     folder = tmp_path / "a repository" / "imagenet"
     folder.mkdir(parents=True)
     shutil.copy(REPOSITORY / "imagenet" / "checkpoint.py", folder)
-    spec = importlib.util.spec_from_file_location("copied_checkpoint", folder / "checkpoint.py")
+    spec = importlib.util.spec_from_file_location(
+        "copied_checkpoint", folder / "checkpoint.py"
+    )
     copied = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copied)
 
     def git(*command: str) -> str:
         name = ["-c", "user.name=tests", "-c", "user.email=tests"]
         done = subprocess.run(
-            ["git", *name, *command], cwd=folder, check=True, capture_output=True, text=True, timeout=20
+            ["git", *name, *command],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=20,
         )
         return done.stdout.strip()
 
@@ -1115,14 +1259,18 @@ def test_commit(tmp_path, monkeypatch):
     git("tag", "-a", "v1", "-m", "One")
     head = git("rev-parse", "HEAD")
     assert len(head) == 40
-    monkeypatch.chdir(tmp_path)  # not the folder it is called from, but that of the code
+    monkeypatch.chdir(
+        tmp_path
+    )  # not the folder it is called from, but that of the code
     assert copied.commit() == head
     (folder / "slurm-1.out").write_text("untracked files are no change of the code")
     assert copied.commit() == head
     with open(folder / "checkpoint.py", "a") as file:
         file.write("# changed\n")
     assert copied.commit() == f"{head}-dirty"
-    monkeypatch.setenv("GIT_COMMIT", "f" * 40)  # of safe_sbatch, whose tree this is a copy of
+    monkeypatch.setenv(
+        "GIT_COMMIT", "f" * 40
+    )  # of safe_sbatch, whose tree this is a copy of
     assert copied.commit() == "f" * 40
     monkeypatch.setenv("PATH", "/nowhere")
     assert copied.commit() == "f" * 40
@@ -1139,7 +1287,9 @@ def settle() -> tuple:
     pictures = nn.Sequential(nn.AdaptiveAvgPool2d(4), model)
     ddp_model = nn.parallel.DistributedDataParallel(pictures)
     checkpoint.settle_buckets(ddp_model, 4, 8)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.any()]
+    gradients = [
+        p.grad for p in model.parameters() if p.grad is not None and p.grad.any()
+    ]
     return same(dict(before), dict(model.state_dict())), len(gradients)
 
 

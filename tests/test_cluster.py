@@ -31,7 +31,9 @@ def traces(state: Path) -> list[str]:
 
 
 def links() -> set[str]:
-    lines = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run(
+        ["ip", "-o", "link"], capture_output=True, text=True
+    ).stdout.splitlines()
     return {line.split()[1] for line in lines}
 
 
@@ -56,7 +58,10 @@ def test_nodes_are_hosts_of_their_own(cluster):
     on("node1", "rm /tmp/test-cluster-file")
     address = on("node1", "getent hosts node3").split()[0].removeprefix("::ffff:")
     assert f"inet {address}/" in on("node3", "ip -4 -o address show eth0")
-    assert "node1" in on("node2", "cat /etc/hosts") and "node1" not in Path("/etc/hosts").read_text()
+    assert (
+        "node1" in on("node2", "cat /etc/hosts")
+        and "node1" not in Path("/etc/hosts").read_text()
+    )
 
 
 def test_owner_killed():
@@ -72,7 +77,9 @@ def test_owner_killed():
     """
     before = links()
     owner = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(owner_code)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(owner_code)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     state = Path(owner.stdout.readline().strip())
     assert len(traces(state)) > 3 and links() != before
@@ -90,7 +97,10 @@ def test_supervisor_killed():
     os.kill(supervisor.pid, signal.SIGKILL)
     supervisor.wait()
     os.close(write_end)
-    wait_until(lambda: traces(running.state) == [str(running.state)] and links() == before, seconds=10)
+    wait_until(
+        lambda: traces(running.state) == [str(running.state)] and links() == before,
+        seconds=10,
+    )
     os.utime(running.state, (0, 0))  # as if it had been a while
     slurm.remove_leftovers()
     assert traces(running.state) == []
@@ -99,14 +109,24 @@ def test_supervisor_killed():
 def test_commands(tmp_path):
     """`up` prints the line that a shell needs, `exec` looks into a node, `down` leaves nothing."""
     if slurm.running():
-        pytest.skip("`cluster.py up` has started a cluster here, which `down` would stop")
-    up = subprocess.run([*COMMAND, "up", "--nodes", "2", "--gpus", "3"], capture_output=True, text=True)
+        pytest.skip(
+            "`cluster.py up` has started a cluster here, which `down` would stop"
+        )
+    up = subprocess.run(
+        [*COMMAND, "up", "--nodes", "2", "--gpus", "3"], capture_output=True, text=True
+    )
     assert up.returncode == 0, up.stderr
     try:
-        shell = f"{up.stdout}\nsinfo --noheader --Node --partition=main --format='%N %T %G'"
+        shell = (
+            f"{up.stdout}\nsinfo --noheader --Node --partition=main --format='%N %T %G'"
+        )
         sinfo = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
-        assert sinfo.stdout.splitlines() == ["node1 idle gpu:3", "node2 idle gpu:3"], sinfo
-        hostname = subprocess.run([*COMMAND, "exec", "node2", "hostname"], capture_output=True, text=True)
+        assert sinfo.stdout.splitlines() == ["node1 idle gpu:3", "node2 idle gpu:3"], (
+            sinfo
+        )
+        hostname = subprocess.run(
+            [*COMMAND, "exec", "node2", "hostname"], capture_output=True, text=True
+        )
         assert hostname.stdout == "node2\n", hostname
         again = subprocess.run([*COMMAND, "up"], capture_output=True, text=True)
         assert again.returncode == 1 and "one is running" in again.stderr
@@ -121,8 +141,12 @@ def test_commands(tmp_path):
 def test_demo():
     """The job that loses a node ends with the weights of the one that does not."""
     command = [sys.executable, slurm.__file__.replace("cluster.py", "demo.py")]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert result.returncode == 0, result.stdout
     job = result.stdout.split("node2 has lost its power.")[1]
     assert "requeued 1 times" in job and "Resuming from " in job, job
-    assert len(set(re.findall("Weights SHA-256 (.*),", result.stdout))) == 1, result.stdout
+    assert len(set(re.findall("Weights SHA-256 (.*),", result.stdout))) == 1, (
+        result.stdout
+    )

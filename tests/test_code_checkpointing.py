@@ -78,7 +78,9 @@ class Repository(Jobs):
         for name in ("safe_sbatch", "code_checkpointing.sh"):
             shutil.copy(REPOSITORY / "imagenet" / name, self.folder)
         job = (REPOSITORY / "multi_node" / "job.sh").read_text()
-        self.write("job.sh", job.replace("# Once, here:", LINES_OF_JOB + "# Once, here:"))
+        self.write(
+            "job.sh", job.replace("# Once, here:", LINES_OF_JOB + "# Once, here:")
+        )
         self.write("../../.gitignore", ".venv/\n__pycache__/\n*.ignored\n")
         for name, content in files.items():
             self.write(name, content)
@@ -105,7 +107,9 @@ class Repository(Jobs):
         return self.must("git", "rev-parse", "HEAD")
 
     def safe_sbatch(self, *arguments, **env: str) -> str:
-        result = self.run(["./safe_sbatch", f"--output={self.logs}/%j.out", *arguments], **env)
+        result = self.run(
+            ["./safe_sbatch", f"--output={self.logs}/%j.out", *arguments], **env
+        )
         assert result.exit_code == 0, result
         (job,) = re.findall(r"^Submitted batch job (\d+)$", result.output, re.MULTILINE)
         return job
@@ -141,15 +145,24 @@ class Repository(Jobs):
 
 
 def tasks(output: str) -> list[Task]:
-    return [Task(*json.loads(line)) for line in re.findall(r"^RAN (.*)$", output, re.MULTILINE)]
+    return [
+        Task(*json.loads(line))
+        for line in re.findall(r"^RAN (.*)$", output, re.MULTILINE)
+    ]
 
 
 def copies(output: str) -> list[str]:
     """Return the nodes that say they have copied a commit."""
-    return sorted(re.findall(r"^Commit [0-9a-f]{40} .* disk of (\w+), after \d+ s$", output, re.MULTILINE))
+    return sorted(
+        re.findall(
+            r"^Commit [0-9a-f]{40} .* disk of (\w+), after \d+ s$", output, re.MULTILINE
+        )
+    )
 
 
-def ran(result: Result, commit: str, versions: tuple[str, ...] = ("first",) * 4) -> None:
+def ran(
+    result: Result, commit: str, versions: tuple[str, ...] = ("first",) * 4
+) -> None:
     """Assert that a job has run a commit, from the local disks."""
     assert (result.exit_code, result.state) == (0, "COMPLETED"), result
     assert tuple(task.version for task in tasks(result.output)) == versions, result
@@ -213,18 +226,25 @@ def test_refuses_what_is_not_committed(repository, change):
     assert result.exit_code == 1, result
     *status, error = result.output.splitlines()
     assert status == [shown], result
-    assert error.startswith("safe_sbatch: error: ") and "commit them, or git stash" in error, result
+    assert (
+        error.startswith("safe_sbatch: error: ")
+        and "commit them, or git stash" in error
+    ), result
 
 
 def test_refuses_where_there_is_no_commit(repository):
     shutil.rmtree(repository.root / ".git")
     result = repository.run(["./safe_sbatch", *FLAGS, "job.sh"])
     assert result.exit_code == 1, result
-    assert result.output.startswith("safe_sbatch: error: fatal: not a git repository"), result
+    assert result.output.startswith(
+        "safe_sbatch: error: fatal: not a git repository"
+    ), result
     repository.must("git", "init", "--quiet", repository.root)
     result = repository.run(["./safe_sbatch", *FLAGS, "job.sh"])
     assert result.exit_code == 1, result
-    assert result.output == f"safe_sbatch: error: {repository.root} has no commit yet\n", result
+    assert (
+        result.output == f"safe_sbatch: error: {repository.root} has no commit yet\n"
+    ), result
 
 
 def test_everything_reaches_the_job(repository):
@@ -233,16 +253,35 @@ def test_everything_reaches_the_job(repository):
     repository.write("notes.ignored", "")
     link = repository.root.parent / "a link"
     link.symlink_to(repository.folder / "safe_sbatch")
-    arguments = ["two words", "", "'single' \"double\"", "$HOME *", "--export=NONE", "a\nb"]
-    flags = [*FLAGS, f"--output={repository.logs}/%j.out", "--job-name=two words", "--parsable"]
-    environments = {"UV_PROJECT_ENVIRONMENT": str(repository.root / ".venv"), "VIRTUAL_ENV": "/elsewhere"}
+    arguments = [
+        "two words",
+        "",
+        "'single' \"double\"",
+        "$HOME *",
+        "--export=NONE",
+        "a\nb",
+    ]
+    flags = [
+        *FLAGS,
+        f"--output={repository.logs}/%j.out",
+        "--job-name=two words",
+        "--parsable",
+    ]
+    environments = {
+        "UV_PROJECT_ENVIRONMENT": str(repository.root / ".venv"),
+        "VIRTUAL_ENV": "/elsewhere",
+    }
     only_id = 'job=$("$@") && echo "job $job"'
-    result = repository.run(["sh", "-c", only_id, "sh", link, *flags, "job.sh", *arguments], **environments)
+    result = repository.run(
+        ["sh", "-c", only_id, "sh", link, *flags, "job.sh", *arguments], **environments
+    )
     assert result.exit_code == 0, result
     line, job = result.output.splitlines()
     assert line == f"safe_sbatch: commit {commit}", result
     job = job.removeprefix("job ")
-    assert " JobName=two words " in repository.must("scontrol", "show", "job", "--oneliner", job)
+    assert " JobName=two words " in repository.must(
+        "scontrol", "show", "job", "--oneliner", job
+    )
     result = repository.wait(job)
     ran(result, commit)
     assert all(task.arguments == arguments for task in tasks(result.output)), result
@@ -252,7 +291,10 @@ def test_everything_reaches_the_job(repository):
     assert copies(result.output) == NODES, result
     assert "warning" not in result.output, result
     disks = {
-        repository.on(node, "stat", "--format=%d", f"{LOCAL}/code/{commit}/.venv").output for node in NODES
+        repository.on(
+            node, "stat", "--format=%d", f"{LOCAL}/code/{commit}/.venv"
+        ).output
+        for node in NODES
     }
     assert len(disks) == 2, disks
     assert not (repository.root / ".venv").exists()
@@ -273,11 +315,16 @@ def test_sbatch_export_does_not_drop_the_commit(repository, export):
     commit = repository.must("git", "rev-parse", "HEAD")
     if export == "NONE":  # as in a file that sets up its own variables
         lines = "".join(
-            f"export {name}='{repository.env[name]}'\n" for name in ("PATH", "HOME", "UV_CACHE_DIR")
+            f"export {name}='{repository.env[name]}'\n"
+            for name in ("PATH", "HOME", "UV_CACHE_DIR")
         )
-        repository.replace("job.sh", "set -euo pipefail\n", lines + "set -euo pipefail\n")
+        repository.replace(
+            "job.sh", "set -euo pipefail\n", lines + "set -euo pipefail\n"
+        )
         commit = repository.commit()
-    result = repository.wait(repository.safe_sbatch(*ONE_TASK, f"--export={export}", "job.sh"))
+    result = repository.wait(
+        repository.safe_sbatch(*ONE_TASK, f"--export={export}", "job.sh")
+    )
     ran(result, commit, ("first",))
 
 
@@ -294,17 +341,25 @@ def test_changes_after_submission_change_nothing(repository):
     repository.replace("main.py", "second", "third")
     repository.must("scontrol", "release", job)
     repository.wait_until(lambda: len(tasks(repository.log(job))) == 4, "4 tasks run")
-    repository.must("git", "commit", "--quiet", "--amend", "--all", "--message", "Another")
+    repository.must(
+        "git", "commit", "--quiet", "--amend", "--all", "--message", "Another"
+    )
     repository.must("scontrol", "requeue", job)
-    repository.wait_until(lambda: repository.show(job)["JobState"] == "PENDING", "the job is requeued")
+    repository.wait_until(
+        lambda: repository.show(job)["JobState"] == "PENDING", "the job is requeued"
+    )
     event.touch()
     result = repository.wait(job)
     assert repository.show(job)["Restarts"] == "1"
     ran(result, commit, ("first",) * 8)
-    assert copies(result.output) == NODES, result  # the second start has found what the first has made
+    assert copies(result.output) == NODES, (
+        result
+    )  # the second start has found what the first has made
 
 
-@pytest.mark.parametrize("halfway", [Repository.git_stops_halfway, Repository.uv_stops_halfway])
+@pytest.mark.parametrize(
+    "halfway", [Repository.git_stops_halfway, Repository.uv_stops_halfway]
+)
 def test_killed_halfway(repository, halfway):
     """What a killed job leaves is not taken for whole by the next one."""
     commit = repository.must("git", "rev-parse", "HEAD")
@@ -314,24 +369,32 @@ def test_killed_halfway(repository, halfway):
         repository.must("scontrol", "release", job)
         for node in NODES:
             repository.wait_until(
-                lambda node=node: repository.processes(node, program), f"{program} on {node}"
+                lambda node=node: repository.processes(node, program),
+                f"{program} on {node}",
             )
             repository.wait_until(
                 lambda node=node: (
-                    repository.on(node, "test", "-e", f"{LOCAL}/code/{commit}/.gitignore").exit_code == 0
+                    repository.on(
+                        node, "test", "-e", f"{LOCAL}/code/{commit}/.gitignore"
+                    ).exit_code
+                    == 0
                 ),
                 f"some files on {node}",
             )
         repository.must("scancel", "--signal=KILL", job)
         assert repository.wait(job).state == "CANCELLED"
     for node in NODES:
-        repository.on(node, "sh", "-c", f"rm -f '{LOCAL}/code/{commit}/examples/imagenet/main.py'")
+        repository.on(
+            node, "sh", "-c", f"rm -f '{LOCAL}/code/{commit}/examples/imagenet/main.py'"
+        )
         stray = f"{LOCAL}/code/{commit}/stray"
         assert repository.on(node, "touch", stray).exit_code == 0
     result = repository.wait(repository.safe_sbatch(*FLAGS, "job.sh"))
     ran(result, commit)
     assert copies(result.output) == NODES, result
-    assert all(repository.on(node, "test", "-e", stray).exit_code == 1 for node in NODES)
+    assert all(
+        repository.on(node, "test", "-e", stray).exit_code == 1 for node in NODES
+    )
 
 
 def test_two_jobs_on_one_node_copy_once(repository):
@@ -340,7 +403,10 @@ def test_two_jobs_on_one_node_copy_once(repository):
     with repository.git_stops_halfway():
         ids = [repository.safe_sbatch(*ONE_TASK, "job.sh") for _ in range(2)]
         repository.wait_until(
-            lambda: repository.processes("node1", "tar -x") and repository.processes("node1", "flock 9"),
+            lambda: (
+                repository.processes("node1", "tar -x")
+                and repository.processes("node1", "flock 9")
+            ),
             "one job copies, and the other waits for it",
         )
     results = [repository.wait(job) for job in ids]
@@ -353,7 +419,10 @@ def test_missing_commit(repository):
     commit = "0123456789abcdef0123456789abcdef01234567"
     result = repository.wait(repository.submit("", *FLAGS, "job.sh", GIT_COMMIT=commit))
     assert (result.exit_code, result.state) == (1, "FAILED"), result
-    assert f"\njob.sh: error: no commit {commit} of {repository.folder} on node1\n" in result.output, result
+    assert (
+        f"\njob.sh: error: no commit {commit} of {repository.folder} on node1\n"
+        in result.output
+    ), result
     assert tasks(result.output) == [], result
 
 
@@ -378,14 +447,19 @@ def test_error_on_one_node(repository, mount_point, size, message):
     mount_point = mount_point.format(**names)
     repository.on("node2", "mkdir", "-p", mount_point)
     assert (
-        repository.on("node2", "mount", "-t", "tmpfs", "-o", f"size={size}", "x", mount_point).exit_code == 0
+        repository.on(
+            "node2", "mount", "-t", "tmpfs", "-o", f"size={size}", "x", mount_point
+        ).exit_code
+        == 0
     )
     try:
         result = repository.wait(repository.safe_sbatch(*FLAGS, "job.sh"))
     finally:
         assert repository.on("node2", "umount", mount_point).exit_code == 0
     assert (result.exit_code, result.state) == (1, "FAILED"), result
-    errors = re.findall(r"^code_checkpointing\.sh: error: (.*)$", result.output, re.MULTILINE)
+    errors = re.findall(
+        r"^code_checkpointing\.sh: error: (.*)$", result.output, re.MULTILINE
+    )
     assert len(errors) == 1, result
     assert re.fullmatch(message.format(**names) + " on node2", errors[0]), result
     assert tasks(result.output) == [], result
@@ -399,10 +473,20 @@ def index(tmp_path):
     with zipfile.ZipFile(folder / "answer-1-py3-none-any.whl", "w") as wheel:
         info = "answer-1.dist-info"
         wheel.writestr("answer.py", "")
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: answer\nVersion: 1\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", f"answer.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder.parent)
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: answer\nVersion: 1\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        wheel.writestr(
+            f"{info}/RECORD",
+            f"answer.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n",
+        )
+    handler = functools.partial(
+        http.server.SimpleHTTPRequestHandler, directory=folder.parent
+    )
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -413,7 +497,8 @@ def test_nodes_without_internet(repository, index, tmp_path):
     """safe_sbatch fetches what the nodes cannot, even if the environment in place lacks nothing."""
     dependency = 'dependencies = ["answer"]\n'
     repository.write(
-        "../../pyproject.toml", f'{PROJECT}{dependency}[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n'
+        "../../pyproject.toml",
+        f'{PROJECT}{dependency}[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n',
     )
     repository.must("uv", "sync")
     repository.replace("main.py", "import json\n", "import answer\nimport json\n")
@@ -426,14 +511,18 @@ def test_nodes_without_internet(repository, index, tmp_path):
     result = repository.run(["./safe_sbatch", *FLAGS, "job.sh"], UV_OFFLINE="1")
     assert result.exit_code == 1, result
     error = "safe_sbatch: error: uv cannot install what uv.lock lists: "
-    assert result.output.endswith(f"\n{error}run uv sync --inexact --locked where there is internet\n"), (
-        result
+    assert result.output.endswith(
+        f"\n{error}run uv sync --inexact --locked where there is internet\n"
+    ), result
+    job = repository.submit(
+        "", *FLAGS, "job.sh", GIT_COMMIT=commit, UV_HTTP_RETRIES="0"
     )
-    job = repository.submit("", *FLAGS, "job.sh", GIT_COMMIT=commit, UV_HTTP_RETRIES="0")
     result = repository.wait(job)
     assert (result.exit_code, result.state) == (1, "FAILED"), result
     errors = re.findall(
-        r"^code_checkpointing\.sh: error: cannot install .* on (\w+)$", result.output, re.MULTILINE
+        r"^code_checkpointing\.sh: error: cannot install .* on (\w+)$",
+        result.output,
+        re.MULTILINE,
     )
     assert sorted(errors) == NODES, result
 
@@ -446,12 +535,16 @@ def test_packages_of_wandb(repository, index, tmp_path):
     """A job with --wandb needs more than one without: so does what safe_sbatch looks for."""
     group = '[dependency-groups]\nwandb = ["answer"]\n'
     repository.write(
-        "../../pyproject.toml", f'{PROJECT}{group}[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n'
+        "../../pyproject.toml",
+        f'{PROJECT}{group}[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n',
     )
     repository.must("uv", "lock")
     repository.commit()
     (tmp_path / "another cache").mkdir()
-    repository.env |= {"UV_CACHE_DIR": str(tmp_path / "another cache"), "UV_OFFLINE": "1"}
+    repository.env |= {
+        "UV_CACHE_DIR": str(tmp_path / "another cache"),
+        "UV_OFFLINE": "1",
+    }
     submit = ["./safe_sbatch", "--test-only", *FLAGS, "job.sh"]
     result = repository.run(submit)
     assert result.exit_code == 0, result
@@ -467,28 +560,47 @@ def test_second_job_needs_more(repository, index):
     """A job with --wandb, of a commit that one without has put on the node's disk."""
     group = '[dependency-groups]\nwandb = ["answer"]\n'
     repository.write(
-        "../../pyproject.toml", f'{PROJECT}{group}[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n'
+        "../../pyproject.toml",
+        f'{PROJECT}{group}[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n',
     )
     repository.must("uv", "sync", "--group", "wandb")  # it is in the cache
     commit = repository.commit()
     installed = f"ls '{LOCAL}/code/{commit}'/.venv/lib/python*/site-packages/answer.py"
     # job.sh of imagenet names the group where its arguments have --wandb.
-    for sync_flags, found in (("--locked", False), ("--locked --group wandb", True), ("--locked", True)):
-        ran(repository.wait(repository.safe_sbatch(*FLAGS, "job.sh", SYNC_FLAGS=sync_flags)), commit)
-        assert [repository.on(node, "sh", "-c", installed).exit_code == 0 for node in NODES] == [found] * 2
+    for sync_flags, found in (
+        ("--locked", False),
+        ("--locked --group wandb", True),
+        ("--locked", True),
+    ):
+        ran(
+            repository.wait(
+                repository.safe_sbatch(*FLAGS, "job.sh", SYNC_FLAGS=sync_flags)
+            ),
+            commit,
+        )
+        assert [
+            repository.on(node, "sh", "-c", installed).exit_code == 0 for node in NODES
+        ] == [found] * 2
 
 
 def test_this_environment(jobs, tmp_path, nothing_left):
     """The project's own environment is complete on each node. (Links: a copy is larger than the disks.)"""
-    files = {f"../../{name}": (REPOSITORY / name).read_text() for name in ("pyproject.toml", "uv.lock")}
+    files = {
+        f"../../{name}": (REPOSITORY / name).read_text()
+        for name in ("pyproject.toml", "uv.lock")
+    }
     imports = "import json\nimport torch\n"
     repository = Repository(
-        jobs, tmp_path / "a repository", {"main.py": MAIN.replace("import json\n", imports)} | files
+        jobs,
+        tmp_path / "a repository",
+        {"main.py": MAIN.replace("import json\n", imports)} | files,
     )
     commit = repository.commit()
     flags = [*FLAGS, "--ntasks-per-node=1", "job.sh"]
     try:
-        result = repository.wait(repository.safe_sbatch(*flags, UV_LINK_MODE="symlink", CIFAR10_ARCHIVE=""))
+        result = repository.wait(
+            repository.safe_sbatch(*flags, UV_LINK_MODE="symlink", CIFAR10_ARCHIVE="")
+        )
     finally:
         for node in NODES:
             repository.on(node, "rm", "-rf", LOCAL)

@@ -14,7 +14,9 @@ SCRIPT = REPOSITORY / "docs" / "draw_curves.py"
 
 def draw(log: Path, picture: Path) -> dict[str, float]:
     """Return the height above the lower edge of all points of the curves, by what they say they are."""
-    result = subprocess.run([sys.executable, SCRIPT, log, picture], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, SCRIPT, log, picture], capture_output=True, text=True
+    )
     assert (result.returncode, result.stderr) == (0, "")
     circles = ElementTree.parse(picture).iterfind(".//{*}circle")
     points = {circle[0].text: -float(circle.get("cy")) for circle in circles}
@@ -26,22 +28,33 @@ def draw(log: Path, picture: Path) -> dict[str, float]:
 def printed(example: str) -> list[str]:
     """Return what its README file shows of a job's log, which a job has printed."""
     lines = (REPOSITORY / example / "README.rst").read_text().splitlines()
-    return [line.strip() for line in lines if line.startswith(("    Epoch ", "    Test loss "))]
+    return [
+        line.strip()
+        for line in lines
+        if line.startswith(("    Epoch ", "    Test loss "))
+    ]
 
 
-@pytest.mark.parametrize("example", ["single_gpu", "multi_gpu", "multi_node", "imagenet"])
+@pytest.mark.parametrize(
+    "example", ["single_gpu", "multi_gpu", "multi_node", "imagenet"]
+)
 def test_every_value_of_the_log_is_in_the_picture(example, tmp_path):
     log = tmp_path / "slurm-1.out"
     log.write_text("\n".join(printed(example)))
     points = draw(log, tmp_path / "curves.svg")
-    epochs = re.findall(r"Epoch (.*):.* accuracy (.*)%,.* accuracy (.*)%, (.*) images/s", log.read_text())
+    epochs = re.findall(
+        r"Epoch (.*):.* accuracy (.*)%,.* accuracy (.*)%, (.*) images/s",
+        log.read_text(),
+    )
     accuracies, last = {}, epochs[-1][0]
     for epoch, train, valid, _ in epochs:
         accuracies |= {f"train, epoch {epoch}: {float(train):g}": float(train)}
         accuracies |= {f"valid, epoch {epoch}: {float(valid):g}": float(valid)}
     for test in re.findall(r"Test loss .* accuracy (.*)%", log.read_text()):
         accuracies |= {f"test, epoch {last}: {float(test):g}": float(test)}
-    rates = {f"images/s, epoch {epoch}: {rate}": float(rate) for epoch, *_, rate in epochs}
+    rates = {
+        f"images/s, epoch {epoch}: {rate}": float(rate) for epoch, *_, rate in epochs
+    }
     assert points.keys() == accuracies.keys() | rates.keys()
     for values in (accuracies, rates):
         assert sorted(values, key=values.get) == sorted(values, key=points.get)
@@ -52,7 +65,9 @@ def test_what_a_job_says_again_is_drawn_once(tmp_path):
     lines = printed("imagenet")
     once, twice = tmp_path / "once.out", tmp_path / "twice.out"
     once.write_text("\n".join(lines))
-    twice.write_text("\n".join([*lines, lines[-1].replace("193 images/s", "0 images/s")]))
+    twice.write_text(
+        "\n".join([*lines, lines[-1].replace("193 images/s", "0 images/s")])
+    )
     assert once.read_text() != twice.read_text() and "0 images/s" in twice.read_text()
     assert draw(twice, tmp_path / "twice.svg") == draw(once, tmp_path / "once.svg")
 
@@ -60,5 +75,11 @@ def test_what_a_job_says_again_is_drawn_once(tmp_path):
 def test_a_log_without_epochs_is_refused(tmp_path):
     log = tmp_path / "slurm-1.out"
     log.write_text("main.py: error: no data\n")
-    result = subprocess.run([sys.executable, SCRIPT, log, tmp_path / "x.svg"], capture_output=True, text=True)
-    assert result.returncode == 1 and result.stderr.startswith(f"draw_curves.py: error: {log} has no line")
+    result = subprocess.run(
+        [sys.executable, SCRIPT, log, tmp_path / "x.svg"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1 and result.stderr.startswith(
+        f"draw_curves.py: error: {log} has no line"
+    )

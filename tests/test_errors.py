@@ -12,7 +12,9 @@ SMALL = ["--cpus-per-task=1", "--mem=1G"]
 SYNTHETIC = ["--synthetic", "--epochs", "1", "--batch-size", "4"]
 
 
-def assert_failed(result, message: str, times: int | None = None, node: str = "") -> None:
+def assert_failed(
+    result, message: str, times: int | None = None, node: str = ""
+) -> None:
     """Assert that a job failed and said why, before Slurm's own messages and without a traceback."""
     assert result.exit_code != 0, result
     assert result.state in ("", "FAILED"), result
@@ -24,7 +26,9 @@ def assert_failed(result, message: str, times: int | None = None, node: str = ""
     slurm = [i for i, line in enumerate(lines) if line.startswith(errors)]
     assert said[0] < min(slurm, default=len(lines)), result
     before = "\n".join(lines[: said[0]])
-    assert "Traceback" not in before and "[W" not in before and "[E" not in before, result
+    assert "Traceback" not in before and "[W" not in before and "[E" not in before, (
+        result
+    )
 
 
 def test_no_data_and_no_network(jobs):
@@ -33,13 +37,19 @@ def test_no_data_and_no_network(jobs):
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
     result = jobs.sbatch("multi_node", *flags, "job.sh", CIFAR10_ARCHIVE="")
     assert_failed(
-        result, r"^main.py: error: no whole CIFAR-10 in /tmp/slurm-job-\d+/data on node1.*", times=1
+        result,
+        r"^main.py: error: no whole CIFAR-10 in /tmp/slurm-job-\d+/data on node1.*",
+        times=1,
     )
-    assert "cifar-10-python.tar.gz" in result.output and "--synthetic" in result.output, result
+    assert (
+        "cifar-10-python.tar.gz" in result.output and "--synthetic" in result.output
+    ), result
     assert time.monotonic() - start < 60
 
 
-@pytest.mark.parametrize("folder, nodes", [("single_gpu", ["node1"]), ("multi_node", ["node1", "node2"])])
+@pytest.mark.parametrize(
+    "folder, nodes", [("single_gpu", ["node1"]), ("multi_node", ["node1", "node2"])]
+)
 def test_truncated_archive(jobs, archive, tmp_path, folder, nodes):
     cut = tmp_path / "cut.tar.gz"
     cut.write_bytes(archive.read_bytes()[:20000])
@@ -56,18 +66,27 @@ def test_started_without_srun(jobs, folder, shell):
     """It would wait for tasks that never start."""
     command = ["uv", "run", "--no-sync", "python", "main.py", *SYNTHETIC]
     if shell == "salloc":
-        result = jobs.run(["salloc", *SMALL, "--ntasks=2", *command], folder, timeout=60)
+        result = jobs.run(
+            ["salloc", *SMALL, "--ntasks=2", *command], folder, timeout=60
+        )
     else:
-        result = jobs.sbatch(folder, *SMALL, "--ntasks=2", f"--wrap={' '.join(command)}")
+        result = jobs.sbatch(
+            folder, *SMALL, "--ntasks=2", f"--wrap={' '.join(command)}"
+        )
     assert_failed(
-        result, "^main.py: error: this is none of the 2 tasks of the job: start main.py with srun$", times=1
+        result,
+        "^main.py: error: this is none of the 2 tasks of the job: start main.py with srun$",
+        times=1,
     )
 
 
 def test_more_tasks_than_gpus(jobs):
     flags = [*SMALL, "--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=2"]
     result = jobs.sbatch("multi_node", *flags, "job.sh", *SYNTHETIC)
-    assert_failed(result, "^main.py: error: rank 2 of node1 has no GPU to itself: .*--gpus-per-node")
+    assert_failed(
+        result,
+        "^main.py: error: rank 2 of node1 has no GPU to itself: .*--gpus-per-node",
+    )
 
 
 @pytest.mark.parametrize("folder", ["single_gpu", "multi_gpu"])
@@ -75,7 +94,9 @@ def test_two_nodes(jobs, folder):
     """The second node would train the same, or look for the first one."""
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
     result = jobs.sbatch(folder, *flags, "job.sh", *SYNTHETIC)
-    assert_failed(result, "^job.sh: error: this example is for one node: use multi_node$", times=1)
+    assert_failed(
+        result, "^job.sh: error: this example is for one node: use multi_node$", times=1
+    )
 
 
 def test_multi_gpu_on_two_nodes_of_salloc(jobs):
@@ -83,7 +104,10 @@ def test_multi_gpu_on_two_nodes_of_salloc(jobs):
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
     command = ["srun", "uv", "run", "--no-sync", "python", "main.py", *SYNTHETIC]
     result = jobs.run(["salloc", *flags, *command], "multi_gpu", timeout=60)
-    assert_failed(result, "^main.py: error: this example is for the GPUs of one node: .* use multi_node$")
+    assert_failed(
+        result,
+        "^main.py: error: this example is for the GPUs of one node: .* use multi_node$",
+    )
 
 
 def test_single_gpu_as_several_tasks(jobs):
@@ -103,26 +127,47 @@ def test_no_cpus_per_task(jobs, tmp_path, folder):
     assert without != script
     (tmp_path / "job.sh").write_text(without)
     flags = ["--mem=1G", "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1"]
-    result = jobs.sbatch(folder, *flags, tmp_path / "job.sh", *SYNTHETIC, CIFAR10_ARCHIVE="", IMAGENET_DIR="")
+    result = jobs.sbatch(
+        folder,
+        *flags,
+        tmp_path / "job.sh",
+        *SYNTHETIC,
+        CIFAR10_ARCHIVE="",
+        IMAGENET_DIR="",
+    )
     assert_failed(result, "SLURM_CPUS_PER_TASK: give the job --cpus-per-task$", times=1)
 
 
 def test_wrong_interface(jobs):
     """A line that was copied from another cluster."""
     flags = [*SMALL, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2"]
-    result = jobs.sbatch("multi_node", *flags, "job.sh", *SYNTHETIC, GLOO_SOCKET_IFNAME="eth7")
+    result = jobs.sbatch(
+        "multi_node", *flags, "job.sh", *SYNTHETIC, GLOO_SOCKET_IFNAME="eth7"
+    )
     assert_failed(
-        result, "^main.py: error: rank . of 2 on node1, with no GPU, .*Unable to find address for: eth7"
+        result,
+        "^main.py: error: rank . of 2 on node1, with no GPU, .*Unable to find address for: eth7",
     )
     assert "Traceback" not in result.output, result
 
 
 @pytest.mark.parametrize(
-    "folder, script", [("multi_gpu", "job.sh"), ("multi_node", "job.sh"), ("multi_node", "job_torchrun.sh")]
+    "folder, script",
+    [
+        ("multi_gpu", "job.sh"),
+        ("multi_node", "job.sh"),
+        ("multi_node", "job_torchrun.sh"),
+    ],
 )
 def test_gpus_per_task(jobs, folder, script):
     """NCCL could not use the GPUs that --gpus-per-task hides from one another."""
-    flags = [*SMALL, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpus-per-task=1"]
+    flags = [
+        *SMALL,
+        "--nodes=1",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=2",
+        "--gpus-per-task=1",
+    ]
     result = jobs.sbatch(folder, *flags, script, *SYNTHETIC)
     # Each rank says so, unless the end of the other one was faster.
     says = "main.py: error: rank ([01]) of node1 has no GPU to itself: .*--gpus-per-node, no --gpus-per-task"
@@ -132,8 +177,13 @@ def test_gpus_per_task(jobs, folder, script):
 
 def test_global_batch_larger_than_the_training_set(jobs):
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
-    result = jobs.sbatch("multi_node", *flags, "job.sh", "--epochs", "1", "--batch-size", "64")
-    assert_failed(result, "^main.py: error: a step takes 128 samples and there are only 108 to train on")
+    result = jobs.sbatch(
+        "multi_node", *flags, "job.sh", "--epochs", "1", "--batch-size", "64"
+    )
+    assert_failed(
+        result,
+        "^main.py: error: a step takes 128 samples and there are only 108 to train on",
+    )
 
 
 def test_port_taken(jobs):
@@ -146,9 +196,16 @@ def test_port_taken(jobs):
     )
     try:
         assert stranger.stdout.readline() == b"ready\n"
-        flags = [*SMALL, "--nodelist=node[1-2]", "--ntasks-per-node=1", "--gpus-per-node=1"]
+        flags = [
+            *SMALL,
+            "--nodelist=node[1-2]",
+            "--ntasks-per-node=1",
+            "--gpus-per-node=1",
+        ]
         start = time.monotonic()
-        result = jobs.sbatch("multi_node", *flags, "job.sh", *SYNTHETIC, MASTER_PORT="23456")
+        result = jobs.sbatch(
+            "multi_node", *flags, "job.sh", *SYNTHETIC, MASTER_PORT="23456"
+        )
         assert_failed(
             result,
             "^main.py: error: rank 0 of 2 on node1, .* MASTER_ADDR=node1, MASTER_PORT=23456, .*in use",
@@ -160,14 +217,30 @@ def test_port_taken(jobs):
 
 def test_nobody_at_master_addr(jobs):
     """Rank 0 notices at once that it cannot be found there, and its end is that of the others."""
-    address = re.search(r"NodeAddr=(\S+)\.\d+ ", (jobs.cluster.state / "slurm.conf").read_text())[1] + ".99"
-    command = ["srun", "--kill-on-bad-exit=1", "uv", "run", "--no-sync", "python", "main.py", *SYNTHETIC]
+    address = (
+        re.search(
+            r"NodeAddr=(\S+)\.\d+ ", (jobs.cluster.state / "slurm.conf").read_text()
+        )[1]
+        + ".99"
+    )
+    command = [
+        "srun",
+        "--kill-on-bad-exit=1",
+        "uv",
+        "run",
+        "--no-sync",
+        "python",
+        "main.py",
+        *SYNTHETIC,
+    ]
     flags = ["--nodelist=node[2-3]", "--ntasks=2", "--gpus-per-node=2"]
     start = time.monotonic()
     env = {"MASTER_ADDR": address, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     result = jobs.run(["salloc", *SMALL, *flags, *command], "multi_node", **env)
     assert_failed(
-        result, f"^main.py: error: rank 0 of 2 .* cannot join the others at MASTER_ADDR={address},", times=1
+        result,
+        f"^main.py: error: rank 0 of 2 .* cannot join the others at MASTER_ADDR={address},",
+        times=1,
     )
     assert time.monotonic() - start < 60
 
@@ -197,7 +270,9 @@ def test_rank_0_never_comes(jobs, folder, options, seconds):
     result = jobs.run(command, folder, timeout=400)
     assert result.exit_code != 0
     assert re.search(
-        "^main.py: error: rank 1 .* cannot join the others at MASTER_ADDR=node2,", result.output, re.M
+        "^main.py: error: rank 1 .* cannot join the others at MASTER_ADDR=node2,",
+        result.output,
+        re.M,
     )
     assert time.monotonic() - start < seconds
 
@@ -205,13 +280,23 @@ def test_rank_0_never_comes(jobs, folder, options, seconds):
 def test_a_rank_dies(jobs):
     """The job ends at once, as FAILED, and no process of it is left on any node."""
     flags = [*SMALL, "--nodelist=node[1-2]", "--ntasks-per-node=2", "--gpus-per-node=2"]
-    job = jobs.submit("multi_node", *flags, "job.sh", "--batch-size", "4", "--epochs", "1000")
+    job = jobs.submit(
+        "multi_node", *flags, "job.sh", "--batch-size", "4", "--epochs", "1000"
+    )
     deadline = time.monotonic() + 120
     while "Epoch 1:" not in jobs.log(job):
         assert time.monotonic() < deadline, jobs.log(job)
         time.sleep(0.1)
     killed = jobs.run(
-        [*jobs.cluster.namespaces("node2"), "pkill", "--newest", "--signal", "KILL", "-f", "python main.py"]
+        [
+            *jobs.cluster.namespaces("node2"),
+            "pkill",
+            "--newest",
+            "--signal",
+            "KILL",
+            "-f",
+            "python main.py",
+        ]
     )
     assert killed.exit_code == 0
     start = time.monotonic()

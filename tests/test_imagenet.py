@@ -15,7 +15,13 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 def test_the_whole_way(user):
     """safe_sbatch, staging, training, time limit, requeue, end: the same weights as of a run not stopped."""
     # Links to uv's cache: the nodes' disks here are smaller than the environment.
-    flags = [*TWO, "--parsable", f"--output={user.logs}/%j.out", "--signal=B:USR1@90", "--time=10"]
+    flags = [
+        *TWO,
+        "--parsable",
+        f"--output={user.logs}/%j.out",
+        "--signal=B:USR1@90",
+        "--time=10",
+    ]
     command = ["./safe_sbatch", *flags, "job.sh", *TINY, "--epochs=35"]
 
     def submit() -> str:
@@ -38,9 +44,13 @@ def test_the_whole_way(user):
     result = user.wait(job)
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] != "0"
-    assert re.search(r"^Resuming from .*epoch-\d+-step-\d+.pt$", result.output, re.MULTILINE), result
     assert re.search(
-        r"^Commit [0-9a-f]{40} and its environment are on the disk of node2", result.output, re.M
+        r"^Resuming from .*epoch-\d+-step-\d+.pt$", result.output, re.MULTILINE
+    ), result
+    assert re.search(
+        r"^Commit [0-9a-f]{40} and its environment are on the disk of node2",
+        result.output,
+        re.M,
     )
 
 
@@ -48,7 +58,10 @@ def test_other_numbers_of_ranks(user, tmp_path):
     """8 ranks, then 4, then 8: the epoch lines count every sample of an epoch's whole batches."""
     eight = [*TWO, "--ntasks-per-node=4", "--gpus-per-node=4"]
     arguments = ["--epochs=3", "--save-steps=2", f"--checkpoint-dir={tmp_path}"]
-    stops = [(eight, "epoch-001-step-000002.pt"), (["--nodes=1", *eight], "epoch-002-step-000002.pt")]
+    stops = [
+        (eight, "epoch-001-step-000002.pt"),
+        (["--nodes=1", *eight], "epoch-002-step-000002.pt"),
+    ]
     output = ""
     for flags, file in stops:
         job = user.train(*arguments, flags=flags)
@@ -56,25 +69,36 @@ def test_other_numbers_of_ranks(user, tmp_path):
         output += user.cancel(job).output
     result = user.wait(user.train(*arguments, flags=eight))
     weights(Result(output + result.output, result.exit_code, result.state, result.job))
-    assert "World size 8: 4 steps an epoch, 8 x 5 samples each, of 160; 24 to validate" in result.output
+    assert (
+        "World size 8: 4 steps an epoch, 8 x 5 samples each, of 160; 24 to validate"
+        in result.output
+    )
 
 
 def test_cancelled(user):
     """A cancelled job saves, and does not come back."""
-    job = user.train("--epochs=200", "--save-steps=1")  # they agree in each: SIGKILL comes in 5 s
+    job = user.train(
+        "--epochs=200", "--save-steps=1"
+    )  # they agree in each: SIGKILL comes in 5 s
     user.until(job, r"^Epoch 1: ")
     result = user.cancel(job)
     assert result.state == "CANCELLED", result
     (step, epoch) = re.search(
-        r"^Asked to stop: saved step (\d+) of epoch (\d+), ", result.output, re.MULTILINE
+        r"^Asked to stop: saved step (\d+) of epoch (\d+), ",
+        result.output,
+        re.MULTILINE,
     ).groups()
-    assert list(user.checkpoints(job).glob(f"epoch-{epoch:0>3}-step-{step:0>6}.pt")), result
+    assert list(user.checkpoints(job).glob(f"epoch-{epoch:0>3}-step-{step:0>6}.pt")), (
+        result
+    )
     assert user.show(job)["Restarts"] == "0"
 
 
 def test_salloc(user, tmp_path):
     command = ["salloc", "--nodes=2", *TWO, "bash", "-euc"]
-    prepare = "srun --ntasks=2 --ntasks-per-node=1 uv run --no-sync python prepare_data.py"
+    prepare = (
+        "srun --ntasks=2 --ntasks-per-node=1 uv run --no-sync python prepare_data.py"
+    )
     data = '--data-dir "/tmp/slurm-job-$SLURM_JOB_ID"'
     script = f"""
         {prepare} {data}
@@ -92,7 +116,12 @@ def test_array(user):
     They also remove what a job of this user has left there, and nothing of others.
     """
     shared, folders = "/tmp/shared data", set(user.checkpoints("").glob("*"))
-    flags = ["--nodes=1", "--nodelist=node1", "--array=1-2", f"--output={user.logs}/%A_%a.out"]
+    flags = [
+        "--nodes=1",
+        "--nodelist=node1",
+        "--array=1-2",
+        f"--output={user.logs}/%A_%a.out",
+    ]
     # A job that is no more, and could not sign off.
     node1 = user.cluster.namespaces("node1")
     user.run([*node1, "mkdir", "-p", "-m", "700", f"{shared}/jobs"])
@@ -100,13 +129,20 @@ def test_array(user):
     # One that runs on another node: some nodes share their /tmp.
     running = user.submit("", "--nodelist=node2", "--mem=100M", "--wrap=sleep infinity")
     names = ("99999", "99998", "cache", running)
-    folders_of_jobs = abandoned, another, *_ = [f"/tmp/slurm-job-{name}" for name in names]
+    folders_of_jobs = abandoned, another, *_ = [
+        f"/tmp/slurm-job-{name}" for name in names
+    ]
     user.run([*node1, "mkdir", "-p", f"{abandoned}/data", *folders_of_jobs])
     user.run([*node1, "chown", "nobody", another])
     # What a user may have set for squeue hides no job from the examples.
-    array = user.train("--epochs=1", flags=[*TWO, *flags], DATA_DIR=shared, SQUEUE_PARTITION="urgent")
+    array = user.train(
+        "--epochs=1", flags=[*TWO, *flags], DATA_DIR=shared, SQUEUE_PARTITION="urgent"
+    )
     results = [user.wait(f"{array}_{task}") for task in (1, 2)]
-    left = [user.run([*node1, "test", "-e", path]).exit_code == 0 for path in folders_of_jobs]
+    left = [
+        user.run([*node1, "test", "-e", path]).exit_code == 0
+        for path in folders_of_jobs
+    ]
     user.cancel(running)
     user.run([*node1, "rm", "-r", *folders_of_jobs[1:]])
     assert left == [False, True, True, True]
@@ -129,9 +165,13 @@ def test_two_jobs_in_one_folder(user):
     user.warn(job)
     user.until(job, r"^job.sh: status 75: to be requeued$")
     result = user.cancel(job)
-    assert re.search(r"^Asked to stop: saved step \d+ of epoch \d+", result.output, re.MULTILINE), result
+    assert re.search(
+        r"^Asked to stop: saved step \d+ of epoch \d+", result.output, re.MULTILINE
+    ), result
     node1 = user.cluster.namespaces("node1")
-    left = user.run([*node1, "find", disk, "-name", "data", "-or", "-name", "*.training"])
+    left = user.run(
+        [*node1, "find", disk, "-name", "data", "-or", "-name", "*.training"]
+    )
     user.run([*node1, "rm", "-r", disk])
     assert (left.exit_code, left.output) == (0, ""), left
 
@@ -139,18 +179,30 @@ def test_two_jobs_in_one_folder(user):
 def test_torchrun_elastic(user, tmp_path):
     """A node is lost and comes back: the other one goes on alone meanwhile, from the newest checkpoint."""
     elastic = "--nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=1".split()
-    data = ["--synthetic", "--limit-train-samples=160", f"--checkpoint-dir={tmp_path / 'checkpoints'}"]
+    data = [
+        "--synthetic",
+        "--limit-train-samples=160",
+        f"--checkpoint-dir={tmp_path / 'checkpoints'}",
+    ]
     script = ["--rdzv-endpoint=node1:29500", "main.py", *TINY, *data, "--epochs=400"]
     log = tmp_path / "log"
     # Else PyTorch 2.15's first agent keeps the address of its store to itself, and nobody can join.
     env = user.env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    env["TMPDIR"] = str(tmp_path)  # as job.sh sets one: an agent that is killed leaves its folders behind
+    env["TMPDIR"] = str(
+        tmp_path
+    )  # as job.sh sets one: an agent that is killed leaves its folders behind
 
     def start(node: str) -> subprocess.Popen:
-        here = [*user.cluster.namespaces(node), "env", f"--chdir={user.clone / 'imagenet'}"]
+        here = [
+            *user.cluster.namespaces(node),
+            "env",
+            f"--chdir={user.clone / 'imagenet'}",
+        ]
         command = [*here, "uv", "run", "--no-sync", "torchrun", *elastic, *script]
         with log.open("a") as file:
-            return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+            return subprocess.Popen(
+                command, env=env, stdout=file, stderr=subprocess.STDOUT
+            )
 
     def until(pattern: str) -> None:
         deadline = time.monotonic() + 150
@@ -164,7 +216,9 @@ def test_torchrun_elastic(user, tmp_path):
         until(f"{both}.*Epoch 1:")
         user.kill_all("node2")
         # Alone, with the global batch of two.
-        until(f"{both}.*Resuming from .*World size 1: 16 steps an epoch, 1 x 10 samples each.*Epoch")
+        until(
+            f"{both}.*Resuming from .*World size 1: 16 steps an epoch, 1 x 10 samples each.*Epoch"
+        )
         agents.append(start("node2"))
         until(f"{both}.*World size 1: .*Resuming from .*{both}.*Epoch")
         assert alone not in log.read_text()
@@ -178,9 +232,15 @@ def test_torchrun_elastic(user, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--data-dir=/nowhere"], r"^main.py: error: on node\d: no data in /nowhere: .* run prepare_data.py"),
+        (
+            ["--data-dir=/nowhere"],
+            r"^main.py: error: on node\d: no data in /nowhere: .* run prepare_data.py",
+        ),
         (["--epochs=0"], r"argument --epochs: must be at least 1, not 0"),
-        (["--model=resnet5"], r"argument --model: torchvision.models.list_models\(\) has no resnet5"),
+        (
+            ["--model=resnet5"],
+            r"argument --model: torchvision.models.list_models\(\) has no resnet5",
+        ),
     ],
 )
 def test_errors_are_not_tried_again(user, arguments, message):
@@ -195,10 +255,14 @@ def test_mistyped_archives(user):
     result = user.wait(user.train(IMAGENET_DIR="/no/such/folder"))
     assert result.state == "FAILED", result
     said = re.findall(
-        r"^prepare_data.py: error: there is no (\S+) on (node\d): ", result.output, re.MULTILINE
+        r"^prepare_data.py: error: there is no (\S+) on (node\d): ",
+        result.output,
+        re.MULTILINE,
     )
     assert ("/no/such/folder", "node1") in said, result
-    assert "command not found" not in result.output and "World size" not in result.output, result
+    assert (
+        "command not found" not in result.output and "World size" not in result.output
+    ), result
 
 
 def test_other_recipe(user):

@@ -37,7 +37,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from drawn_imagenet import draw_imagenet
-from test_checkpoint import REPOSITORY, checkpoint, forkserver, mounted, names, run_ranks, same
+from test_checkpoint import (
+    REPOSITORY,
+    checkpoint,
+    forkserver,
+    mounted,
+    names,
+    run_ranks,
+    same,
+)
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
@@ -55,7 +63,9 @@ EPOCH_LINE = re.compile(
     r"\d+ images/s, \d+% waiting for data$",
     re.MULTILINE,
 )
-WEIGHTS_LINE = re.compile(r"^Weights SHA-256 ([0-9a-f]{64}), commit ([0-9a-f]{40}(?:-dirty)?)$", re.MULTILINE)
+WEIGHTS_LINE = re.compile(
+    r"^Weights SHA-256 ([0-9a-f]{64}), commit ([0-9a-f]{40}(?:-dirty)?)$", re.MULTILINE
+)
 
 
 # Runs of main.py
@@ -73,7 +83,10 @@ class Training:
         self.log, self.disk = folder / f"{number}.log", folder / f"disk{number}"
         self.log.touch()
         job = (world_size, port, folder, self.log, self.disk, arguments)
-        self.processes = [forkserver().Process(target=run_main, args=(r, *job)) for r in range(world_size)]
+        self.processes = [
+            forkserver().Process(target=run_main, args=(r, *job))
+            for r in range(world_size)
+        ]
         for process in self.processes:
             process.start()
 
@@ -100,7 +113,9 @@ class Training:
 
     def wait_for_file(self, name: str) -> None:
         """Wait for a file of that name among the checkpoints, or in the folder of the run."""
-        self.wait_for(lambda: list(self.checkpoints.glob(name)) or (self.folder / name).exists())
+        self.wait_for(
+            lambda: list(self.checkpoints.glob(name)) or (self.folder / name).exists()
+        )
 
     def wait_for_signals(self) -> None:
         """Wait until the ranks take signals, as job.sh does."""
@@ -122,18 +137,42 @@ class Training:
         return [process.exitcode for process in self.processes]
 
 
-def run_main(rank: int, world_size: int, port: int, folder: Path, log: Path, disk: Path, arguments) -> None:
+def run_main(
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: Path,
+    log: Path,
+    disk: Path,
+    arguments,
+) -> None:
     """Do what `python main.py` does, in a process that has imported most of it."""
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # as in a process that no forkserver has made
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # as in a process that no forkserver has made
     for descriptor, path in ((0, os.devnull), (1, log), (2, log)):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), descriptor)
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "MASTER_", "TORCHELASTIC_", "SCRATCH", "WORK_DIR", "GIT_COMMIT")):
+        if name.startswith(
+            ("SLURM_", "MASTER_", "TORCHELASTIC_", "SCRATCH", "WORK_DIR", "GIT_COMMIT")
+        ):
             del os.environ[name]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ |= {"SLURM_TMPDIR": str(disk), "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+    }
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    os.environ |= {
+        "SLURM_TMPDIR": str(disk),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONUNBUFFERED": "1",
+    }
     os.chdir(folder)
     sys.argv = ["main.py", *arguments]
     status = 0
@@ -171,7 +210,9 @@ def kill(pid: int, number: signal.Signals) -> None:
 def alive(pid: int) -> bool:
     """Return whether a process is there and not only waits for its parent to take note of its end."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[
+            0
+        ] not in ("Z", "X")
     return False
 
 
@@ -195,7 +236,11 @@ def saved(training: Training) -> list[str]:
 
 
 def errors(text: str) -> list[str]:
-    return [line for line in text.splitlines() if "error" in line.lower() or "Traceback" in line]
+    return [
+        line
+        for line in text.splitlines()
+        if "error" in line.lower() or "Traceback" in line
+    ]
 
 
 # Two runs on one folder
@@ -206,7 +251,9 @@ def second_run(tmp_path_factory):
     """A run on another one's folder, which waits a minute while the tests of this file go on."""
     folder = tmp_path_factory.mktemp("shared")
     receiver, sender = forkserver().Pipe(duplex=False)
-    process = forkserver().Process(target=send, args=(sender, start_on_a_used_folder, folder))
+    process = forkserver().Process(
+        target=send, args=(sender, start_on_a_used_folder, folder)
+    )
     process.start()
     yield folder, receiver
     process.kill()
@@ -225,9 +272,19 @@ def start_on_a_used_folder(folder: Path) -> str:
 
 # Stopped and started again
 
-MOBILE = [*TINY, "--model=mobilenet_v3_small", "--epochs=3", "--save-steps=3"]  # BatchNorm and dropout
+MOBILE = [
+    *TINY,
+    "--model=mobilenet_v3_small",
+    "--epochs=3",
+    "--save-steps=3",
+]  # BatchNorm and dropout
 # On 3 ranks: of 2 numbers, the sum does not depend on their order, which settle_buckets keeps.
-ACCUMULATING = [*MOBILE, "--accumulate=2", "--batch-size=2", "--limit-train-samples=100"]
+ACCUMULATING = [
+    *MOBILE,
+    "--accumulate=2",
+    "--batch-size=2",
+    "--limit-train-samples=100",
+]
 KINDS = {"plain": (2, MOBILE), "accumulating": (3, ACCUMULATING)}
 
 
@@ -243,17 +300,27 @@ def undisturbed(tmp_path_factory) -> dict[str, str]:
 
 def test_a_whole_run(undisturbed):
     """It says on how many samples it trains, an epoch a line, and last what its weights are."""
-    shares = {"plain": (64, "2 x 4 samples each, of 67"), "accumulating": (96, "3 x 4 samples each, of 100")}
+    shares = {
+        "plain": (64, "2 x 4 samples each, of 67"),
+        "accumulating": (96, "3 x 4 samples each, of 100"),
+    }
     for kind, text in undisturbed.items():
         (samples, share), lines = shares[kind], text.splitlines()
         assert lines[0] == "warning: no GPU found, training on the CPU"
         # 8 whole steps; some samples are left over.
-        assert lines[1] == f"World size {share[0]}: 8 steps an epoch, {share}; 23 to validate"
+        assert (
+            lines[1]
+            == f"World size {share[0]}: 8 steps an epoch, {share}; 23 to validate"
+        )
         assert [epoch for epoch, _ in EPOCH_LINE.findall(text)] == ["1", "2", "3"]
         weights(text)
         assert len(lines) == 6, text
-        for numbers in re.findall(r"train .* accuracy (.*)%, valid .* accuracy ([\d.]+)%", text):
-            assert numbers[0] in {f"{100 * n / samples:.2f}" for n in range(samples + 1)}
+        for numbers in re.findall(
+            r"train .* accuracy (.*)%, valid .* accuracy ([\d.]+)%", text
+        ):
+            assert numbers[0] in {
+                f"{100 * n / samples:.2f}" for n in range(samples + 1)
+            }
             assert numbers[1] in {f"{100 * n / 23:.2f}" for n in range(24)}
 
 
@@ -278,14 +345,19 @@ def test_stopped_in_an_epoch(kind, number, workers, first_stop, undisturbed, tmp
             assert training.join() == [SAVED] * world_size, training.text()
             text = training.text()
         ((step, epoch),) = re.findall(
-            r"^Asked to stop: saved step (\d) of epoch (\d), to go on from there$", text, re.MULTILINE
+            r"^Asked to stop: saved step (\d) of epoch (\d), to go on from there$",
+            text,
+            re.MULTILINE,
         )
         assert "error" not in text.lower() and "Traceback" not in text, text
         stops.append((int(epoch), int(step)))
         assert f"epoch-{int(epoch):03}-step-{int(step):06}.pt" == saved(training)[-1]
     assert stops[0] < stops[1] and 0 < stops[0][1] <= 8
     text = train(tmp_path, world_size, *arguments)
-    assert f"Resuming from {training.checkpoints}/epoch-{stops[1][0]:03}-step-{stops[1][1]:06}.pt" in text
+    assert (
+        f"Resuming from {training.checkpoints}/epoch-{stops[1][0]:03}-step-{stops[1][1]:06}.pt"
+        in text
+    )
     assert weights(text) == weights(undisturbed[kind])
     assert EPOCH_LINE.findall(text)[-1] == EPOCH_LINE.findall(undisturbed[kind])[-1]
     # Nothing is lost, and nothing trained on twice: the first epoch's line is the same, too.
@@ -297,7 +369,9 @@ def test_signals_to_workers_and_a_finished_run(undisturbed, tmp_path):
     """Signals that reach the processes that load data change nothing. A finished run tells its end again."""
     with Training(tmp_path, 2, *MOBILE, "--workers=2") as training:
         training.wait_for_file("epoch-001-step-000003.pt")
-        workers = [child for process in training.processes for child in children(process.pid)]
+        workers = [
+            child for process in training.processes for child in children(process.pid)
+        ]
         assert len(workers) >= 4
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             for worker in workers:
@@ -319,7 +393,10 @@ def test_other_numbers_of_ranks(tmp_path):
     arguments = [*TINY, "--model=dummy", "--epochs=3", "--save-steps=2", "--workers=1"]
     alone = train(tmp_path / "alone", 2, *arguments)
     folder = tmp_path / "elastic"
-    for world_size, file in ((2, "epoch-001-step-000002.pt"), (3, "epoch-002-step-000002.pt")):
+    for world_size, file in (
+        (2, "epoch-001-step-000002.pt"),
+        (3, "epoch-002-step-000002.pt"),
+    ):
         with Training(folder, world_size, *arguments) as training:
             training.wait_for_file(file)
             training.signal(signal.SIGUSR1)
@@ -331,7 +408,9 @@ def test_other_numbers_of_ranks(tmp_path):
         assert head in (folder / f"{number}.log").read_text()
     assert "Epoch 3: " in text
     states = [
-        torch.load(path / "checkpoints/none/epoch-003-step-000008.pt", weights_only=True)
+        torch.load(
+            path / "checkpoints/none/epoch-003-step-000008.pt", weights_only=True
+        )
         for path in (tmp_path / "alone", folder)
     ]
     assert [float(state["metrics"][2]) for state in states] == [64, 64]
@@ -347,7 +426,13 @@ def test_other_numbers_of_ranks(tmp_path):
 
 def test_loss_that_is_not_finite(tmp_path):
     """It ends all ranks with one line and status 1; nothing of it is saved, and job.sh need not try again."""
-    arguments = [*TINY, "--model=dummy", "--learning-rate=1e30", "--save-steps=1", "--workers=1"]
+    arguments = [
+        *TINY,
+        "--model=dummy",
+        "--learning-rate=1e30",
+        "--save-steps=1",
+        "--workers=1",
+    ]
     with Training(tmp_path, 2, *arguments) as training:
         assert training.join() == [1, 1], training.text()
         # A checkpoint that was due between the step and the next agreement is not written.
@@ -371,14 +456,26 @@ def test_loss_that_is_not_finite(tmp_path):
 
 def test_disk_that_is_full(tmp_path):
     """Training goes on to its end, and then says that its last checkpoint is not on disk, once."""
-    arguments = [*TINY, "--model=shufflenet_v2_x0_5", "--limit-train-samples=16", "--epochs=2", "--workers=1"]
+    arguments = [
+        *TINY,
+        "--model=shufflenet_v2_x0_5",
+        "--limit-train-samples=16",
+        "--epochs=2",
+        "--workers=1",
+    ]
     with mounted(tmp_path / "small", "size=1m"):
-        text = train(tmp_path, 2, *arguments, f"--checkpoint-dir={tmp_path}/small", status=1)
+        text = train(
+            tmp_path, 2, *arguments, f"--checkpoint-dir={tmp_path}/small", status=1
+        )
         assert not list((tmp_path / "small").glob("epoch*"))
     assert [epoch for epoch, _ in EPOCH_LINE.findall(text)] == ["1", "2"]
     *others, last = errors(text)
-    assert len(others) >= 2 and all(line.startswith("error: cannot write ") for line in others), text
-    assert last.startswith("main.py: error: the last checkpoint is not on disk: cannot write "), text
+    assert len(others) >= 2 and all(
+        line.startswith("error: cannot write ") for line in others
+    ), text
+    assert last.startswith(
+        "main.py: error: the last checkpoint is not on disk: cannot write "
+    ), text
     assert not WEIGHTS_LINE.search(text)
 
 
@@ -387,8 +484,17 @@ def staged(tmp_path_factory) -> Path:
     """Drawn pictures, staged by prepare_data.py."""
     folder = tmp_path_factory.mktemp("staged")
     draw_imagenet(folder / "archives", classes=3, train=10, valid=7, resolution=40)
-    command = [sys.executable, REPOSITORY / "imagenet" / "prepare_data.py", "--data-dir", folder / "data"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    command = [
+        sys.executable,
+        REPOSITORY / "imagenet" / "prepare_data.py",
+        "--data-dir",
+        folder / "data",
+    ]
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM_")
+    }
     done = subprocess.run(
         command,
         env=env | {"IMAGENET_DIR": str(folder / "archives")},
@@ -422,17 +528,30 @@ def test_a_picture_that_does_not_decode(split, workers, staged, tmp_path):
         archive.write_bytes(whole)
     (line,) = errors(text)
     name = os.fsdecode(picture["name"])
-    assert re.fullmatch(rf"main.py: error: cannot read .*: .*{re.escape(name)} on .*: .+", line), text
+    assert re.fullmatch(
+        rf"main.py: error: cannot read .*: .*{re.escape(name)} on .*: .+", line
+    ), text
     assert "Traceback" not in text
 
 
 def test_staged_pictures(staged, tmp_path):
     """--limit-train-samples and --limit-valid-samples choose from what was staged, of all classes."""
-    arguments = ["--image-size=32", "--model=dummy", "--batch-size=2", "--epochs=1", "--workers=1"]
+    arguments = [
+        "--image-size=32",
+        "--model=dummy",
+        "--batch-size=2",
+        "--epochs=1",
+        "--workers=1",
+    ]
     limits = ["--limit-train-samples=13", "--limit-valid-samples=100"]
     text = train(tmp_path, 2, f"--data-dir={staged}", *arguments, *limits)
-    assert "World size 2: 3 steps an epoch, 2 x 2 samples each, of 13; 21 to validate" in text
-    args = options(image_size=32, data_dir=staged, limit_train_samples=13, synthetic=False)
+    assert (
+        "World size 2: 3 steps an epoch, 2 x 2 samples each, of 13; 21 to validate"
+        in text
+    )
+    args = options(
+        image_size=32, data_dir=staged, limit_train_samples=13, synthetic=False
+    )
     with alone():
         train_set, valid_set = data.load_data(args)
     assert len(set(train_set.chosen.tolist())) == 13 and len(valid_set) == 21
@@ -442,14 +561,19 @@ def test_staged_pictures(staged, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--batch-size=100"], "a step takes 200 samples and there are only 67 to train on: "),
+        (
+            ["--batch-size=100"],
+            "a step takes 200 samples and there are only 67 to train on: ",
+        ),
         (["--checkpoint-dir=0.log"], "0.log"),
         (["--sync-batchnorm", "--model=shufflenet_v2_x0_5"], "sync-batchnorm"),
     ],
 )
 def test_errors_are_one_line(arguments, message, tmp_path):
     """What was asked for wrongly is said in one line, and all ranks end with status 1."""
-    text = train(tmp_path, 2, *TINY, "--model=dummy", "--workers=0", *arguments, status=1)
+    text = train(
+        tmp_path, 2, *TINY, "--model=dummy", "--workers=0", *arguments, status=1
+    )
     lines = errors(text)
     assert len(lines) == 1 and message in lines[0], text
     assert lines[0].startswith("main.py: error: ") and "Traceback" not in text, text
@@ -459,15 +583,28 @@ def test_path_too_long_for_sockets(tmp_path, monkeypatch):
     """Workers could not pass on a batch: it is said before they start."""
     long = tmp_path / ("x" * 80)
     long.mkdir()
-    command = [sys.executable, REPOSITORY / "imagenet" / "main.py", *TINY, "--model=dummy", "--workers=1"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    command = [
+        sys.executable,
+        REPOSITORY / "imagenet" / "main.py",
+        *TINY,
+        "--model=dummy",
+        "--workers=1",
+    ]
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM_")
+    }
     env |= {"TMPDIR": str(long), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
-    assert re.fullmatch(rf"main.py: error: no socket's .* {long}/pymp-\w+: choose a shorter TMPDIR", said), (
-        said
-    )
+    assert re.fullmatch(
+        rf"main.py: error: no socket's .* {long}/pymp-\w+: choose a shorter TMPDIR",
+        said,
+    ), said
 
 
 # The end of processes
@@ -475,11 +612,25 @@ def test_path_too_long_for_sockets(tmp_path, monkeypatch):
 
 def test_interrupted(tmp_path):
     """Ctrl-C ends a run, at once and with no process left behind, nor what they had for themselves."""
-    command = [sys.executable, REPOSITORY / "imagenet" / "main.py", *TINY, "--model=dummy", "--epochs=9999"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    command = [
+        sys.executable,
+        REPOSITORY / "imagenet" / "main.py",
+        *TINY,
+        "--model=dummy",
+        "--epochs=9999",
+    ]
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM_")
+    }
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    env |= {"SLURM_TMPDIR": str(tmp_path / "disk"), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    env |= {
+        "SLURM_TMPDIR": str(tmp_path / "disk"),
+        "TMPDIR": str(temporary),
+        "OMP_NUM_THREADS": "1",
+    }
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
             [
@@ -497,7 +648,9 @@ def test_interrupted(tmp_path):
     try:
         deadline = time.monotonic() + 100
         while not (tmp_path / "log").read_text().count("Epoch"):
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            assert process.poll() is None and time.monotonic() < deadline, (
+                tmp_path / "log"
+            ).read_text()
             time.sleep(0.05)
         started = children(process.pid)
         assert len(started) >= 2
@@ -515,16 +668,25 @@ def test_interrupted(tmp_path):
 
 def test_killed_rank(tmp_path):
     """When a rank is killed, so do its workers end, and the other rank, which cannot go on without it."""
-    flags = ["--model=dummy", "--epochs=9999", "--workers=2", "--limit-train-samples=2000"]
+    flags = [
+        "--model=dummy",
+        "--epochs=9999",
+        "--workers=2",
+        "--limit-train-samples=2000",
+    ]
     with Training(tmp_path, 2, *TINY, *flags) as training:
         training.wait_for(lambda: "Epoch 1: " in training.text())
-        started = [child for process in training.processes for child in children(process.pid)]
+        started = [
+            child for process in training.processes for child in children(process.pid)
+        ]
         assert len(started) >= 4
         training.processes[1].kill()
         statuses = training.join(30)
         assert statuses[1] == -signal.SIGKILL
         assert statuses[0] not in (None, 0, SAVED)  # not as if it had saved
-        deadline = time.monotonic() + 20  # a worker looks every 5 s whether its parent is there
+        deadline = (
+            time.monotonic() + 20
+        )  # a worker looks every 5 s whether its parent is there
         while left := [pid for pid in started if alive(pid)]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
@@ -548,10 +710,16 @@ def test_profile(tmp_path):
     assert text.count("communication a step.") == 1, text
     weights(text)
     for rank in range(2):
-        trace = tmp_path / "checkpoints" / "none" / "profile" / f"trace-rank{rank}.json.gz"
+        trace = (
+            tmp_path / "checkpoints" / "none" / "profile" / f"trace-rank{rank}.json.gz"
+        )
         with gzip.open(trace) as file:
             events = json.load(file)["traceEvents"]
-        steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
+        steps = {
+            event["name"]
+            for event in events
+            if event.get("name", "").startswith("ProfilerStep#")
+        }
         assert len(steps) == 5
 
 
@@ -606,34 +774,66 @@ def list_batches() -> list[str]:
 
     wrong, samples = [], 103
     for world_size in (1, 2, 3, 5, 8):
-        for global_batch, batch_size in ((8, 1), (8, 3), (10, 5), (12, 12), (20, 5), (103, 7), (15, 5)):
+        for global_batch, batch_size in (
+            (8, 1),
+            (8, 3),
+            (10, 5),
+            (12, 12),
+            (20, 5),
+            (103, 7),
+            (15, 5),
+        ):
             for epoch, start in ((1, 0), (2, 1), (2, 3)):
                 shares = []
                 for rank in range(world_size):
                     # A process group whose ranks never meet: each is asked for its share here.
-                    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-                    run = SimpleNamespace(global_batch_size=global_batch, epoch=epoch, step=start)
-                    batches = data.Batches(samples, run, options(batch_size=batch_size, seed=7))
+                    dist.init_process_group(
+                        "fake", rank=rank, world_size=world_size, store=FakeStore()
+                    )
+                    run = SimpleNamespace(
+                        global_batch_size=global_batch, epoch=epoch, step=start
+                    )
+                    batches = data.Batches(
+                        samples, run, options(batch_size=batch_size, seed=7)
+                    )
                     parts = list(batches)
                     dist.destroy_process_group()
                     what = f"rank {rank} of {world_size}, {global_batch} by {batch_size} from {start}"
                     if any(not 0 < len(part) <= batch_size for part in parts):
-                        wrong.append(f"{what}: batches of {sorted(set(map(len, parts)))}")
+                        wrong.append(
+                            f"{what}: batches of {sorted(set(map(len, parts)))}"
+                        )
                     if any(key[0] != epoch for part in parts for key in part):
                         wrong.append(f"{what}: of another epoch")
                     if len(parts) % batches.parts:
-                        wrong.append(f"{what}: {len(parts)} batches, not a multiple of {batches.parts}")
-                    steps = [parts[i : i + batches.parts] for i in range(0, len(parts), batches.parts)]
-                    shares.append([[key[1] for part in step for key in part] for step in steps])
+                        wrong.append(
+                            f"{what}: {len(parts)} batches, not a multiple of {batches.parts}"
+                        )
+                    steps = [
+                        parts[i : i + batches.parts]
+                        for i in range(0, len(parts), batches.parts)
+                    ]
+                    shares.append(
+                        [[key[1] for part in step for key in part] for step in steps]
+                    )
                 order = data.draw_epoch(samples, 7, epoch).tolist()
                 whole = samples // global_batch
-                expected = [sorted(order[i * global_batch :][:global_batch]) for i in range(start, whole)]
-                together = [sorted(itertools.chain(*step)) for step in zip(*shares, strict=True)]
+                expected = [
+                    sorted(order[i * global_batch :][:global_batch])
+                    for i in range(start, whole)
+                ]
+                together = [
+                    sorted(itertools.chain(*step)) for step in zip(*shares, strict=True)
+                ]
                 if together != expected:
-                    wrong.append(f"{world_size} ranks, {global_batch} by {batch_size}, from {start}")
+                    wrong.append(
+                        f"{world_size} ranks, {global_batch} by {batch_size}, from {start}"
+                    )
                 sizes = {len(step) for share in shares for step in share}
                 if sizes and max(sizes) - min(sizes) > 1:
-                    wrong.append(f"{world_size} ranks, {global_batch}: shares of {sizes}")
+                    wrong.append(
+                        f"{world_size} ranks, {global_batch}: shares of {sizes}"
+                    )
     return wrong
 
 
@@ -657,7 +857,8 @@ def test_more_ranks_than_samples_in_a_step():
     with alone():
         run = SimpleNamespace(global_batch_size=0, epoch=1, step=0)
         with pytest.raises(
-            checkpoint.RunError, match="a step of 0 samples leaves some ranks none: start fewer"
+            checkpoint.RunError,
+            match="a step of 0 samples leaves some ranks none: start fewer",
         ):
             data.Batches(10, run, options())
 
@@ -665,7 +866,9 @@ def test_more_ranks_than_samples_in_a_step():
 def share_one_by_one(sync_batchnorm: bool) -> str | int:
     run = SimpleNamespace(global_batch_size=3, epoch=1, step=0)
     try:
-        return data.Batches(10, run, options(batch_size=1, sync_batchnorm=sync_batchnorm)).parts
+        return data.Batches(
+            10, run, options(batch_size=1, sync_batchnorm=sync_batchnorm)
+        ).parts
     except checkpoint.RunError as error:
         return str(error)
 
@@ -673,13 +876,18 @@ def share_one_by_one(sync_batchnorm: bool) -> str | int:
 def test_batches_that_do_not_meet():
     """SyncBatchNorm would wait for ever for a rank that has a batch less: that is refused, on all ranks."""
     assert run_ranks(2, share_one_by_one, False) == [2, 1]
-    said = "with SyncBatchNorm, 2 batches of one are too many for some ranks: start fewer"
+    said = (
+        "with SyncBatchNorm, 2 batches of one are too many for some ranks: start fewer"
+    )
     assert run_ranks(2, share_one_by_one, True) == [said, said]
 
 
 def test_draw_epoch():
     """Every epoch and seed has an order of its own, the same one each time."""
-    orders = {pair: data.draw_epoch(1000, *pair) for pair in ((0, 1), (0, 2), (1, 0), (1, 1), (2, 1))}
+    orders = {
+        pair: data.draw_epoch(1000, *pair)
+        for pair in ((0, 1), (0, 2), (1, 0), (1, 1), (2, 1))
+    }
     for pair, order in orders.items():
         assert sorted(order.tolist()) == list(range(1000))
         assert torch.equal(order, data.draw_epoch(1000, *pair))
@@ -694,7 +902,9 @@ def test_augmentation():
     keys = [(epoch, index) for epoch in (1, 2) for index in range(12)]
     right = {key: train_set[key] for key in keys}
     for image, label in right.values():
-        assert (image.dtype, image.shape) == (torch.uint8, (3, 32, 32)) and isinstance(label, int)
+        assert (image.dtype, image.shape) == (torch.uint8, (3, 32, 32)) and isinstance(
+            label, int
+        )
     for workers in (0, 1, 2):
         torch.manual_seed(workers)
         batches = [keys[i::7] for i in range(7)]
@@ -706,15 +916,23 @@ def test_augmentation():
             collate_fn=data.SharedBatch if workers else None,
         )
         for batch, (images, labels) in zip(batches, loader, strict=True):
-            assert (images.dtype, images.shape) == (torch.uint8, (len(batch), 3, 32, 32))
+            assert (images.dtype, images.shape) == (
+                torch.uint8,
+                (len(batch), 3, 32, 32),
+            )
             assert (labels.dtype, labels.shape) == (torch.int64, (len(batch),))
             for key, image, label in zip(batch, images, labels, strict=True):
                 assert torch.equal(image, right[key][0]) and label == right[key][1]
     assert all(not torch.equal(right[1, i][0], right[2, i][0]) for i in range(12))
-    assert all(not torch.equal(right[1, i][0], another_seed[1, i][0]) for i in range(12))
-    assert len({hashlib.sha256(image.contiguous().numpy()).digest() for image, _ in right.values()}) == len(
-        keys
+    assert all(
+        not torch.equal(right[1, i][0], another_seed[1, i][0]) for i in range(12)
     )
+    assert len(
+        {
+            hashlib.sha256(image.contiguous().numpy()).digest()
+            for image, _ in right.values()
+        }
+    ) == len(keys)
     # What is validated is the middle of the picture, always the same.
     torch.manual_seed(5)
     first = valid_set[0, 3][0]
@@ -727,7 +945,9 @@ class Limited(data.Augmented):
 
     def __init__(self, pictures, args: argparse.Namespace, killed: bool):
         super().__init__(pictures, None, args)
-        self.action = signal.SIG_DFL if killed else signal.SIG_IGN  # or it gets an error
+        self.action = (
+            signal.SIG_DFL if killed else signal.SIG_IGN
+        )  # or it gets an error
 
     def __getitem__(self, key):
         signal.signal(signal.SIGXFSZ, self.action)
@@ -739,7 +959,9 @@ def load_limited(killed: bool) -> list[str]:
     args = options(workers=1)
     datasets = [Limited(part.pictures, args, killed) for part in data.load_data(args)]
     said = []
-    for loader in data.build_loaders(*datasets, SimpleNamespace(global_batch_size=8, epoch=1, step=0), args):
+    for loader in data.build_loaders(
+        *datasets, SimpleNamespace(global_batch_size=8, epoch=1, step=0), args
+    ):
         try:
             next(iter(loader))
         except RuntimeError as error:
@@ -756,7 +978,11 @@ def test_nothing_is_left_in_shared_memory(killed):
     assert set(os.listdir("/dev/shm")) <= before
     assert len(said) == 2
     for message in said:
-        right = "DataLoader worker .* exited" if killed else "no room in /dev/shm for a batch .*--workers$"
+        right = (
+            "DataLoader worker .* exited"
+            if killed
+            else "no room in /dev/shm for a batch .*--workers$"
+        )
         assert re.search(right, message.strip()), message
 
 
@@ -767,7 +993,9 @@ def load_from_killed() -> list[str]:
         batches = iter(loader)
         next(batches)
         assert batches._data_queue._reader.poll(60)  # the next one is on its way
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what DataLoader says may come later
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # what DataLoader says may come later
         (worker,) = multiprocessing.active_children()
         worker.kill()
         worker.join()
@@ -804,12 +1032,18 @@ class ExactModel(nn.Sequential):
 
     def __init__(self):
         super().__init__(
-            nn.Conv2d(3, 8, 3, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 10)
+            nn.Conv2d(3, 8, 3, stride=4),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32, 10),
         )
         self.seconds, self.forwards = 0.0, 0
 
     def forward(self, images):
-        assert images.dtype == torch.float32 and images.is_contiguous(memory_format=torch.channels_last)
+        assert images.dtype == torch.float32 and images.is_contiguous(
+            memory_format=torch.channels_last
+        )
         self.forwards += 1
         with torch.autocast(images.device.type, enabled=False):
             return super().forward(images)
@@ -829,13 +1063,17 @@ class NormModel(nn.Sequential):
         )
 
 
-def build(folder: Path, model: nn.Module, args: argparse.Namespace, global_batch_size: int) -> tuple:
+def build(
+    folder: Path, model: nn.Module, args: argparse.Namespace, global_batch_size: int
+) -> tuple:
     """Return what main() makes for train()."""
     train_set, valid_set = data.load_data(args)
     steps = main.count_steps(train_set, global_batch_size)
     model = model.to(memory_format=torch.channels_last)
     optimizer, scheduler = main.build_optimizer(model, args, global_batch_size, steps)
-    run = checkpoint.Run(model, optimizer, scheduler, {"model": "exact"}, global_batch_size)
+    run = checkpoint.Run(
+        model, optimizer, scheduler, {"model": "exact"}, global_batch_size
+    )
     checkpoints = checkpoint.Checkpoints(folder, args.keep)
     checkpoints.load(run.recipe)
     train_loader, valid_loader = data.build_loaders(train_set, valid_set, run, args)
@@ -853,7 +1091,9 @@ def join_store() -> None:
     dist.broadcast_object_list(port, src=0)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0])}
     if dist.get_rank() == 0:
-        join_store.server = dist.TCPStore("127.0.0.1", port[0], is_master=True, wait_for_workers=False)
+        join_store.server = dist.TCPStore(
+            "127.0.0.1", port[0], is_master=True, wait_for_workers=False
+        )
     dist.barrier()
 
 
@@ -862,7 +1102,9 @@ def take_one_step(folder: Path, global_batch_size: int, batch_size: int) -> dict
     join_store()
     args = options(batch_size=batch_size, limit_train_samples=global_batch_size + 1)
     model = ExactModel()
-    ddp_model, run, loader, _, checkpoints, monitor = build(folder, model, args, global_batch_size)
+    ddp_model, run, loader, _, checkpoints, monitor = build(
+        folder, model, args, global_batch_size
+    )
     gradients = {}
 
     def keep(*_):
@@ -873,14 +1115,22 @@ def take_one_step(folder: Path, global_batch_size: int, batch_size: int) -> dict
     monitor.close()
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
     average = main.average(metrics, global_batch_size)
-    return {"gradients": gradients, "average": average, "forwards": model.forwards, "step": run.step}
+    return {
+        "gradients": gradients,
+        "average": average,
+        "forwards": model.forwards,
+        "step": run.step,
+    }
 
 
 @pytest.fixture(scope="module")
 def whole_batches(tmp_path_factory) -> dict[int, dict]:
     """The steps of one rank that takes a whole global batch at once."""
     folder = tmp_path_factory.mktemp("whole")
-    return {size: run_ranks(1, take_one_step, folder / str(size), size, size)[0] for size in (10, 12)}
+    return {
+        size: run_ranks(1, take_one_step, folder / str(size), size, size)[0]
+        for size in (10, 12)
+    }
 
 
 @pytest.mark.parametrize(
@@ -898,13 +1148,17 @@ def test_a_step_is_that_of_the_whole_batch(
 ):
     """Shared and accumulated, gradients are those of one GPU with the whole batch, whatever the shares."""
     right = whole_batches[global_batch_size]
-    ranks = run_ranks(world_size, take_one_step, tmp_path, global_batch_size, batch_size)
+    ranks = run_ranks(
+        world_size, take_one_step, tmp_path, global_batch_size, batch_size
+    )
     assert [rank["forwards"] for rank in ranks] == forwards
     for rank in ranks:
         assert rank["step"] == 1
         assert rank["average"] == pytest.approx(right["average"], abs=1e-6)
         for name, gradient in rank["gradients"].items():
-            torch.testing.assert_close(gradient, right["gradients"][name], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(
+                gradient, right["gradients"][name], atol=1e-6, rtol=1e-5
+            )
 
 
 def test_the_gradient_is_that_of_plain_code(whole_batches):
@@ -914,10 +1168,14 @@ def test_the_gradient_is_that_of_plain_code(whole_batches):
     with alone():
         train_set, _ = data.load_data(options(limit_train_samples=13))
     order = data.draw_epoch(13, 0, 1)[:12].tolist()
-    mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)
+    mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(
+        2, 3, 1, 1
+    )
     for index in order:
         image, label = train_set[1, index]
-        normal = ((image / 255 - mean) / std)[None].contiguous(memory_format=torch.channels_last)
+        normal = ((image / 255 - mean) / std)[None].contiguous(
+            memory_format=torch.channels_last
+        )
         target = torch.full((1, 10), 0.01)
         target[0, label] += 0.9
         (-(target * model(normal).log_softmax(dim=1)).sum() / 12).backward()
@@ -941,27 +1199,46 @@ def count_collectives(folder: Path, steps: int, batch_size: int) -> dict:
     size = 4 * dist.get_world_size()
     # The crops and flips, which read values, are drawn in another process.
     args = options(batch_size=batch_size, limit_train_samples=steps * size, workers=1)
-    ddp_model, run, loader, valid_loader, checkpoints, monitor = build(folder, NormModel(), args, size)
+    ddp_model, run, loader, valid_loader, checkpoints, monitor = build(
+        folder, NormModel(), args, size
+    )
     ddp_model.register_comm_hook(None, average_gradients)
     reads = collections.Counter()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         main.train(ddp_model, run, loader, checkpoints, monitor, args)
     events = collections.Counter(event.name for event in profile.events())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as evaluation:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as evaluation:
         main.evaluate(ddp_model.module, valid_loader, monitor)
     monitor.close()
-    reads = {name: events[name] for name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")}
+    reads = {
+        name: events[name]
+        for name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
+    }
     return {
         "gradients": len(gradients),
         "agreements": events["c10d::allreduce_"] - len(gradients),
-        "others": {n: c for n, c in events.items() if n.startswith("c10d::") and n != "c10d::allreduce_"},
+        "others": {
+            n: c
+            for n, c in events.items()
+            if n.startswith("c10d::") and n != "c10d::allreduce_"
+        },
         "reads": reads,
-        "evaluation": [event.name for event in evaluation.events() if event.name.startswith("c10d::")],
+        "evaluation": [
+            event.name
+            for event in evaluation.events()
+            if event.name.startswith("c10d::")
+        ],
     }
 
 
 def count_short_and_long(folder: Path, batch_size: int) -> list[dict]:
-    return [count_collectives(folder / str(steps), steps, batch_size) for steps in (10, 50)]
+    return [
+        count_collectives(folder / str(steps), steps, batch_size) for steps in (10, 50)
+    ]
 
 
 @pytest.mark.parametrize("batch_size", [4, 2])
@@ -973,8 +1250,14 @@ def test_steps_hardly_talk(batch_size, tmp_path):
         assert 2 <= short["agreements"] <= 4
         assert 1 <= long["agreements"] - short["agreements"] <= 4
         # DDP's own: BatchNorm's statistics before each step.
-        growth = {name: long["others"][name] - short["others"][name] for name in long["others"]}
-        assert set(growth) <= {"c10d::broadcast_"} and growth["c10d::broadcast_"] in (40, 80)
+        growth = {
+            name: long["others"][name] - short["others"][name]
+            for name in long["others"]
+        }
+        assert set(growth) <= {"c10d::broadcast_"} and growth["c10d::broadcast_"] in (
+            40,
+            80,
+        )
         # A value is read for an agreement, and by nothing else in a step.
         for name in long["reads"]:
             assert long["reads"][name] - short["reads"][name] <= 12 * 3
@@ -995,9 +1278,15 @@ def agree_at_paces(folder: Path, done: int) -> list[int]:
         for _ in range(steps):
             run.scheduler.last_epoch += 1
             run.step += 1
-        intervals.append(main.agree(run, torch.zeros(3, dtype=torch.float64), checkpoints, monitor, args))
+        intervals.append(
+            main.agree(
+                run, torch.zeros(3, dtype=torch.float64), checkpoints, monitor, args
+            )
+        )
     args.save_steps = run.step + 3
-    intervals.append(main.agree(run, torch.zeros(3, dtype=torch.float64), checkpoints, monitor, args))
+    intervals.append(
+        main.agree(run, torch.zeros(3, dtype=torch.float64), checkpoints, monitor, args)
+    )
     monitor.close()
     return intervals
 
@@ -1025,7 +1314,13 @@ def agree_on_nan(folder: Path) -> tuple[int, str]:
     loss = math.nan if dist.get_rank() == 1 else 1.0
     said = io.StringIO()
     with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as end:
-        main.agree(run, torch.tensor([loss, 1, 4], dtype=torch.float64), checkpoints, monitor, args)
+        main.agree(
+            run,
+            torch.tensor([loss, 1, 4], dtype=torch.float64),
+            checkpoints,
+            monitor,
+            args,
+        )
     assert not dist.is_initialized()
     checkpoints.writer.shutdown()
     monitor.close()
@@ -1061,7 +1356,9 @@ def test_evaluation_does_not_depend_on_the_ranks(tmp_path):
     results = [
         result
         for world_size, batch_size in ((1, 23), (2, 5), (3, 4))
-        for result in run_ranks(world_size, evaluate, tmp_path / str(world_size), batch_size)
+        for result in run_ranks(
+            world_size, evaluate, tmp_path / str(world_size), batch_size
+        )
     ]
     assert len(results) == 6
     for loss, accuracy in results:
@@ -1077,11 +1374,18 @@ def test_every_model_can_be_built():
     names = main.models.list_models(module=main.models)
     assert len(names) >= 80
     with torch.device("meta"):
-        for name in (name for name in names if not name.startswith("regnet")):  # those read their weights
+        for name in (
+            name for name in names if not name.startswith("regnet")
+        ):  # those read their weights
             model = main.build_model(options(model=name), 7)
             sizes = {p.shape[0] for p in list(model.parameters())[-4:]}
             assert 7 in sizes or "squeezenet" in name, name
-        for name, size in (("googlenet", 64), ("inception_v3", 80), ("vit_b_16", 224), ("squeezenet1_0", 64)):
+        for name, size in (
+            ("googlenet", 64),
+            ("inception_v3", 80),
+            ("vit_b_16", 224),
+            ("squeezenet1_0", 64),
+        ):
             model = main.build_model(options(model=name), 7).train()
             logits = model(torch.empty(2, 3, size, size))
             assert isinstance(logits, torch.Tensor) and logits.shape == (2, 7)
@@ -1092,7 +1396,11 @@ def test_every_model_can_be_built():
 def test_blocks_begin_as_the_identity():
     """The last BatchNorm of each block of a ResNet begins with a gamma of 0, the others with 1."""
     model = main.build_model(options(model="resnet18"), 10)
-    gammas = {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    gammas = {
+        name: m.weight
+        for name, m in model.named_modules()
+        if isinstance(m, nn.BatchNorm2d)
+    }
     last = [name for name in gammas if re.fullmatch(r"layer\d\.\d\.bn2", name)]
     assert len(last) == 8 and len(gammas) == 20
     assert all((gammas[name] == (name not in last)).all() for name in gammas)
@@ -1102,7 +1410,11 @@ def test_weight_decay():
     """Weights of convolutions and linear layers shrink; biases and norms do not. None is left out."""
     model = main.build_model(options(model="resnet18"), 10)
     optimizer, _ = main.build_optimizer(model, options(weight_decay=0.03), 256, 10)
-    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decays = {
+        id(p): group["weight_decay"]
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     assert len(decays) == len(list(model.parameters()))
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -1115,7 +1427,9 @@ def test_weight_decay():
 def test_learning_rate(global_batch_size):
     """It rises for 8 of 90 epochs to --learning-rate per 256 samples, and falls to almost nothing."""
     args = options(epochs=90, learning_rate=0.256)
-    optimizer, scheduler = main.build_optimizer(nn.Linear(3, 2), args, global_batch_size, 5)
+    optimizer, scheduler = main.build_optimizer(
+        nn.Linear(3, 2), args, global_batch_size, 5
+    )
     peak, rates = global_batch_size / 1000, []
     for _ in range(450):
         assert len({group["lr"] for group in optimizer.param_groups}) == 1
@@ -1126,7 +1440,10 @@ def test_learning_rate(global_batch_size):
     assert 38 <= rates.index(max(rates)) <= 41  # 8 epochs of 5 steps
     assert rates[0] == pytest.approx(peak / 25)
     assert 0 < rates[-1] < peak / 1e4
-    rising, falling = rates[: rates.index(max(rates)) + 1], rates[rates.index(max(rates)) :]
+    rising, falling = (
+        rates[: rates.index(max(rates)) + 1],
+        rates[rates.index(max(rates)) :],
+    )
     assert rising == sorted(rising) and falling == sorted(falling, reverse=True)
     assert {group["momentum"] for group in optimizer.param_groups} == {0.875}
     with pytest.raises(ValueError):
@@ -1136,10 +1453,17 @@ def test_learning_rate(global_batch_size):
 
 def test_normalize():
     """Colours at ImageNet's mean become 0, one standard deviation above it 1, as float32 in channels_last."""
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
-    images = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
+    mean, std = (
+        torch.tensor(v).view(3, 1, 1)
+        for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    )
+    images = (
+        torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
+    )
     normal = main.normalize(images)
-    assert normal.dtype == torch.float32 and normal.is_contiguous(memory_format=torch.channels_last)
+    assert normal.dtype == torch.float32 and normal.is_contiguous(
+        memory_format=torch.channels_last
+    )
     torch.testing.assert_close(normal, ((images / 255 - mean) / std), atol=1e-5, rtol=0)
 
 
@@ -1147,7 +1471,9 @@ def test_metrics_are_averaged_over_samples():
     """A small last batch weighs by its samples; a sample too many or too few stops the run."""
     logits, labels = 3 * torch.randn(22, 10).bfloat16(), torch.randint(10, (22,))
     metrics = torch.zeros(3, dtype=torch.float64)
-    for some_logits, some_labels in zip(logits.split([5, 5, 3, 9]), labels.split([5, 5, 3, 9]), strict=True):
+    for some_logits, some_labels in zip(
+        logits.split([5, 5, 3, 9]), labels.split([5, 5, 3, 9]), strict=True
+    ):
         main.measure(metrics, some_logits, some_labels)
     right = -logits.double().log_softmax(dim=1)[torch.arange(22), labels].mean().item()
     with alone():
@@ -1155,12 +1481,16 @@ def test_metrics_are_averaged_over_samples():
         with pytest.raises(AssertionError, match="22 samples were counted, not 23"):
             main.average(metrics, 23)
     assert loss == pytest.approx(right, abs=1e-6) and math.isfinite(loss)
-    assert accuracy == pytest.approx((logits.argmax(dim=1) == labels).double().mean().item())
+    assert accuracy == pytest.approx(
+        (logits.argmax(dim=1) == labels).double().mean().item()
+    )
 
 
 def test_same_is_no_approximation():
     """What compares states here would see the last bit."""
-    assert not same({"a": torch.ones(1)}, {"a": torch.ones(1).nextafter(torch.zeros(1))})
+    assert not same(
+        {"a": torch.ones(1)}, {"a": torch.ones(1).nextafter(torch.zeros(1))}
+    )
 
 
 def test_another_run_writes_there(second_run):

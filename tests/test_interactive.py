@@ -10,12 +10,20 @@ import pytest
 from slurm_jobs import REPOSITORY, TINY, stop
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-SHAPE = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=4G"]
+SHAPE = [
+    "--nodes=2",
+    "--ntasks-per-node=1",
+    "--gpus-per-node=1",
+    "--cpus-per-task=1",
+    "--mem=4G",
+]
 PAGE = (REPOSITORY / "docs" / "interactive.rst").read_text()
 LOOP = "    for index in progress("
 
 
-@pytest.mark.parametrize("rank, flags", [(0, ["--pty"]), (1, ["--input=1", "--unbuffered"])])
+@pytest.mark.parametrize(
+    "rank, flags", [(0, ["--pty"]), (1, ["--input=1", "--unbuffered"])]
+)
 def test_debugger(jobs, archive, rank, flags):
     folder = jobs.clone / f"debugged_{rank}"
     folder.mkdir()
@@ -24,10 +32,26 @@ def test_debugger(jobs, archive, rank, flags):
     assert text.count(LOOP) == 1
     (folder / "main.py").write_text(text.replace(LOOP, stop + LOOP))
     (folder / "data").symlink_to(archive.parent)
-    train = ["uv", "run", "--no-sync", "python", "main.py", "--epochs=1", "--batch-size=4"]
+    train = [
+        "uv",
+        "run",
+        "--no-sync",
+        "python",
+        "main.py",
+        "--epochs=1",
+        "--batch-size=4",
+    ]
     command = ["salloc", "--quiet", *SHAPE, "srun", *flags, *train]
     if flags == ["--pty"]:  # wants a terminal
-        command = ["script", "--quiet", "--return", "--flush", "--command", " ".join(command), "/dev/null"]
+        command = [
+            "script",
+            "--quiet",
+            "--return",
+            "--flush",
+            "--command",
+            " ".join(command),
+            "/dev/null",
+        ]
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -44,9 +68,9 @@ def test_debugger(jobs, archive, rank, flags):
         output = read_until(process.stdout, b"Test loss")
         output += process.stdout.read().decode()
     if process.returncode == 134:
-        assert (aborted := "terminate called without an active exception") in PAGE and aborted in output, (
-            output
-        )
+        assert (
+            aborted := "terminate called without an active exception"
+        ) in PAGE and aborted in output, output
     else:
         assert process.returncode == 0, output
     assert re.search("Epoch .*1.*: train loss ", output), output
@@ -66,11 +90,15 @@ def read_until(stream, end: bytes) -> str:
 def test_where_it_is(user, jobs, archive):
     """SIGABRT makes every rank of a job print where it is."""
     data = {"CIFAR10_ARCHIVE": str(archive), "PYTHONPATH": jobs.env["PYTHONPATH"]}
-    job = user.submit("multi_node", *SHAPE, "job.sh", "--epochs=1000", "--batch-size=4", **data)
+    job = user.submit(
+        "multi_node", *SHAPE, "job.sh", "--epochs=1000", "--batch-size=4", **data
+    )
     user.until(job, "^Epoch 1: ")
     (command,) = re.findall(r"^    (srun --jobid=7 .* pkill .*)$", PAGE, re.MULTILINE)
     ranks = [user.pid(node, "main.py") for node in ("node1", "node2")]
-    for rank in ranks:  # Slurm ends the other one when the first has gone: both are to be told before
+    for rank in (
+        ranks
+    ):  # Slurm ends the other one when the first has gone: both are to be told before
         stop(rank)
     assert user.run(command.replace("=7", f"={job}").split()).exit_code == 0
     for rank in ranks:
@@ -80,9 +108,14 @@ def test_where_it_is(user, jobs, archive):
     result = user.wait(job)
     assert result.state == "FAILED", result
     assert result.output.count("Fatal Python error: Aborted") == 2, result
-    assert len(re.findall(r'^ *File ".*/main.py", line \d+ in main$', result.output, re.MULTILINE)) == 2, (
-        result
-    )
+    assert (
+        len(
+            re.findall(
+                r'^ *File ".*/main.py", line \d+ in main$', result.output, re.MULTILINE
+            )
+        )
+        == 2
+    ), result
 
 
 def test_terminal_of_an_editor(user, tmp_path):
@@ -99,16 +132,29 @@ def test_terminal_of_an_editor(user, tmp_path):
         "/datasets/imagenet": user.env["IMAGENET_DIR"],
         "main.py": " ".join(["main.py", *TINY, "--epochs=1"]),
     }
-    env = {"USER": "someone", "SCRATCH": str(tmp_path), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    env = {
+        "USER": "someone",
+        "SCRATCH": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
+    }
     try:
         for command in commands:
             for old, new in smaller.items():
                 command = command.replace(old, new)
             result = user.run(["bash", "-c", command], "imagenet", **env)
             assert result.exit_code == 0, result
-        assert "World size 2: " in result.output and "Weights SHA-256 " in result.output, result
+        assert (
+            "World size 2: " in result.output and "Weights SHA-256 " in result.output
+        ), result
         assert (tmp_path / "first-try" / "best.pt").exists()
     finally:
-        on_each = ["srun", f"--jobid={job}", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
+        on_each = [
+            "srun",
+            f"--jobid={job}",
+            "--nodes=2",
+            "--ntasks=2",
+            "--ntasks-per-node=1",
+        ]
         user.run([*on_each, "rm", "-rf", "/tmp/someone-imagenet"])
         user.cancel(job)

@@ -18,13 +18,31 @@ ONE_EPOCH = ["--epochs", "1", "--batch-size", "4"]
         ("multi_gpu", "job.sh", [], 4, 1),
         ("multi_node", "job.sh", [], 8, 2),
         ("multi_node", "job.sh", ["--nodes=1", "--ntasks-per-node=1"], 1, 1),
-        ("multi_node", "job.sh", ["--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2"], 6, 3),
+        (
+            "multi_node",
+            "job.sh",
+            ["--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2"],
+            6,
+            3,
+        ),
         ("multi_node", "job.sh", ["--ntasks=3", "--nodes=2"], 3, 2),
         ("multi_node", "job.sh", ["--nodes=1-2", "--ntasks=4", "--gpus=4"], 4, 1),
         ("multi_node", "job_torchrun.sh", [], 8, 2),
         ("multi_node", "job_torchrun.sh", ["--nodes=1"], 4, 1),
-        ("multi_node", "job_torchrun.sh", ["--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2"], 6, 3),
-        ("multi_node", "job_torchrun.sh", ["--nodes=1-2", "--ntasks=4", "--gpus=4"], 4, 1),
+        (
+            "multi_node",
+            "job_torchrun.sh",
+            ["--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2"],
+            6,
+            3,
+        ),
+        (
+            "multi_node",
+            "job_torchrun.sh",
+            ["--nodes=1-2", "--ntasks=4", "--gpus=4"],
+            4,
+            1,
+        ),
     ],
 )
 def test_sbatch(jobs, folder, script, flags, world_size, nodes):
@@ -74,9 +92,14 @@ def test_compile(jobs, tmp_path):
 def test_uneven_nodes(jobs, job):
     """Three GPUs of the job are on one node and one is on the other; so are the processes."""
     flags = [*SMALL, "--nodes=2", "--ntasks=4", "--gpus=4", "--cpus-per-task=1"]
-    script = f"scontrol show --detail job $SLURM_JOB_ID; bash {job} {' '.join(ONE_EPOCH)}"
+    script = (
+        f"scontrol show --detail job $SLURM_JOB_ID; bash {job} {' '.join(ONE_EPOCH)}"
+    )
     result = jobs.run(["salloc", *flags, "bash", "-c", script], "multi_node")
-    assert sorted(re.findall(r"Nodes=node\d .*GRES=gpu:(\d)", result.output)) == ["1", "3"], result
+    assert sorted(re.findall(r"Nodes=node\d .*GRES=gpu:(\d)", result.output)) == [
+        "1",
+        "3",
+    ], result
     result.output = without_labels(result.output)
     result.trained(4, batch_size=4)
 
@@ -93,24 +116,53 @@ def test_variables_by_sbatch_export(jobs, archive):
     """Slurm would keep the tasks to the variables that --export names, and so from those that job.sh sets."""
     export = f"--export=PATH,HOME,PYTHONPATH,CIFAR10_ARCHIVE={archive}"
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
-    result = jobs.sbatch("multi_node", *flags, export, "job.sh", *ONE_EPOCH, CIFAR10_ARCHIVE="/nowhere")
+    result = jobs.sbatch(
+        "multi_node", *flags, export, "job.sh", *ONE_EPOCH, CIFAR10_ARCHIVE="/nowhere"
+    )
     result.trained(2, batch_size=4)
 
 
-@pytest.mark.parametrize("folder, last_line", [("multi_node", "Test loss"), ("imagenet", "Weights SHA-256")])
+@pytest.mark.parametrize(
+    "folder, last_line", [("multi_node", "Test loss"), ("imagenet", "Weights SHA-256")]
+)
 def test_sbatch_in_a_job(jobs, folder, last_line):
     """The shell that calls sbatch has other memory, CPUs and GPUs, and Slurm passes its variables on."""
-    terminal = ["salloc", "--nodes=1", "--cpus-per-task=2", "--mem-per-cpu=100", "--gpus=1"]
+    terminal = [
+        "salloc",
+        "--nodes=1",
+        "--cpus-per-task=2",
+        "--mem-per-cpu=100",
+        "--gpus=1",
+    ]
     terminal += ["srun", "--cpu-bind=cores"]
     passed_on = "$SLURM_CPU_BIND == *mask_cpu:* && $SLURM_MEM_PER_CPU && $SLURM_GPUS"
-    inherited = ["bash", "-c", f'[[ {passed_on} ]] && SRUN_CPUS_PER_TASK=64 exec "$@"', "-"]
-    flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", f"--output={jobs.logs}/%j.out"]
+    inherited = [
+        "bash",
+        "-c",
+        f'[[ {passed_on} ]] && SRUN_CPUS_PER_TASK=64 exec "$@"',
+        "-",
+    ]
+    flags = [
+        *SMALL,
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=1",
+        f"--output={jobs.logs}/%j.out",
+    ]
     arguments = ONE_EPOCH
     if folder == "imagenet":
-        arguments = [*ONE_EPOCH, "--synthetic", "--limit-train-samples=64", "--limit-valid-samples=8"]
+        arguments = [
+            *ONE_EPOCH,
+            "--synthetic",
+            "--limit-train-samples=64",
+            "--limit-valid-samples=8",
+        ]
         arguments += ["--model=dummy", "--image-size=32", "--workers=1"]
     sbatch = ["sbatch", "--parsable", *flags, "job.sh", *arguments]
-    env = {"SLURM_CPU_BIND": "", "IMAGENET_DIR": "/nowhere"}  # --synthetic takes nothing from there
+    env = {
+        "SLURM_CPU_BIND": "",
+        "IMAGENET_DIR": "/nowhere",
+    }  # --synthetic takes nothing from there
     submitted = jobs.run([*terminal, *inherited, *sbatch], folder, **env)
     result = jobs.wait(re.search(r"^\d+$", submitted.output, re.MULTILINE)[0])
     assert result.state == "COMPLETED", result
@@ -124,7 +176,9 @@ def test_sbatch_in_a_job(jobs, folder, last_line):
 @pytest.mark.parametrize("folder", ["single_gpu", "imagenet"])
 def test_job_that_submits_the_next(jobs, user, folder, tmp_path):
     """A job has a folder of its own under /tmp, also one that another job submits at its end."""
-    arguments, runs = ([*TINY, "--epochs=1"], user) if folder == "imagenet" else (ONE_EPOCH, jobs)
+    arguments, runs = (
+        ([*TINY, "--epochs=1"], user) if folder == "imagenet" else (ONE_EPOCH, jobs)
+    )
     flags = ["--nodes=1", *TWO, f"--output={jobs.logs}/%j.out"]
     then = shlex.join(["sbatch", "--parsable", *flags, "job.sh", *arguments])
     script = tmp_path / "job.sh"
@@ -144,13 +198,17 @@ def test_two_jobs_at_once_on_one_node(jobs):
     for result in results:
         result.trained(2, batch_size=4)
     first, second = (jobs.show(job) for job in ids)
-    assert max(first["StartTime"], second["StartTime"]) < min(first["EndTime"], second["EndTime"])
+    assert max(first["StartTime"], second["StartTime"]) < min(
+        first["EndTime"], second["EndTime"]
+    )
 
 
 def test_slurm_tmpdir_of_the_cluster(jobs):
     """Data goes where the cluster says, on every node, and the folder is the cluster's to remove."""
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
-    result = jobs.sbatch("multi_node", *flags, "job.sh", *ONE_EPOCH, SLURM_TMPDIR="/tmp/local disk")
+    result = jobs.sbatch(
+        "multi_node", *flags, "job.sh", *ONE_EPOCH, SLURM_TMPDIR="/tmp/local disk"
+    )
     result.trained(2, batch_size=4)
     for node in ("node1", "node2"):
         on_node = jobs.cluster.namespaces(node)
@@ -161,11 +219,24 @@ def test_slurm_tmpdir_of_the_cluster(jobs):
 
 def test_progress_bar_in_a_terminal(jobs, archive):
     """Under `srun --pty` there is a bar while an epoch lasts, and then the epoch's line on its own."""
-    command = ["salloc", *SMALL, "--ntasks=1", "srun", "--pty", "uv", "run", "python", "main.py"]
+    command = [
+        "salloc",
+        *SMALL,
+        "--ntasks=1",
+        "srun",
+        "--pty",
+        "uv",
+        "run",
+        "python",
+        "main.py",
+    ]
     command += ["--data-dir", str(archive.parent), *ONE_EPOCH]
     # script(1) gives it a terminal.
     in_terminal = f"stty cols 100 rows 30; {shlex.join(command)}"
-    result = jobs.run(["script", "--quiet", "--return", "--command", in_terminal, "/dev/null"], "single_gpu")
+    result = jobs.run(
+        ["script", "--quiet", "--return", "--command", in_terminal, "/dev/null"],
+        "single_gpu",
+    )
     text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", result.output)  # without colours
     assert result.exit_code == 0, text
     assert re.search(r"\rEpoch 1: .*\| *\d+/27 ", text), text
@@ -176,4 +247,8 @@ def test_progress_bar_in_a_terminal(jobs, archive):
 def test_no_progress_bar_in_a_file(jobs):
     result = jobs.sbatch("single_gpu", *SMALL, "job.sh", *ONE_EPOCH)
     result.trained(1, batch_size=4)
-    assert "\r" not in result.output and "it/s" not in result.output and "step/s" not in result.output, result
+    assert (
+        "\r" not in result.output
+        and "it/s" not in result.output
+        and "step/s" not in result.output
+    ), result

@@ -34,7 +34,9 @@ HOST = socket.gethostname()
 
 pytestmark = pytest.mark.timeout(120)
 
-sys.path.append(str(REPOSITORY / "imagenet"))  # where main.py finds the modules beside it
+sys.path.append(
+    str(REPOSITORY / "imagenet")
+)  # where main.py finds the modules beside it
 monitor = importlib.import_module("monitor")
 
 
@@ -61,7 +63,9 @@ class Ranks:
         self.log = log
         log.touch()
         job = (log, world_size, port, timeout, work, args)
-        self.processes = [context.Process(target=run_rank, args=(r, *job)) for r in range(world_size)]
+        self.processes = [
+            context.Process(target=run_rank, args=(r, *job)) for r in range(world_size)
+        ]
         for process in self.processes:
             process.start()
 
@@ -88,18 +92,28 @@ class Ranks:
         """Wait until all ranks have ended well, and return the log."""
         for process in self.processes:
             process.join(60)
-        assert [process.exitcode for process in self.processes] == [0] * len(self.processes), self.text()
+        assert [process.exitcode for process in self.processes] == [0] * len(
+            self.processes
+        ), self.text()
         return self.text()
 
 
-def run_rank(rank: int, log: Path, world_size: int, port: int, timeout: float, work, args: tuple) -> None:
+def run_rank(
+    rank: int, log: Path, world_size: int, port: int, timeout: float, work, args: tuple
+) -> None:
     torch.set_num_threads(1)
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     logging.basicConfig(format="%(message)s", force=True)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), rank=rank, world_size=world_size)
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    dist.init_process_group(
+        "gloo", timeout=timedelta(seconds=timeout), rank=rank, world_size=world_size
+    )
     work(*args)
     sys.stdout.flush()
     dist.barrier()
@@ -148,7 +162,9 @@ def train_and_hang(timeout: float, fault: str, culprit: int, folder: Path) -> No
     """Train; at one step the culprit does what `fault` says."""
     watch = monitor.HangReporter(timeout)
     mine = culprit == dist.get_rank()
-    loader = DataLoader(Samples(folder / "go" if mine and fault == "loading" else None), batch_size=2)
+    loader = DataLoader(
+        Samples(folder / "go" if mine and fault == "loading" else None), batch_size=2
+    )
     model = Model()
     ddp_model = DistributedDataParallel(model)
     for step, samples in enumerate(loader, start=1):
@@ -165,14 +181,20 @@ def check_whole_lines(text: str) -> None:
     """All that was printed is reports, and no line of one rank is cut by another's."""
     for line in text.splitlines():
         assert re.fullmatch(
-            rf"warning: rank \d of \d on {HOST} .*|  thread .*:|    [/<].*:\d+ in \S+", line
+            rf"warning: rank \d of \d on {HOST} .*|  thread .*:|    [/<].*:\d+ in \S+",
+            line,
         ), line
 
 
 @pytest.mark.parametrize(
     ("fault", "culprit", "step", "doing"),
     [
-        ("loading", 0, HANG_AT - 1, r"loading data in wait_for_file \(test_monitor.py:\d+\)"),
+        (
+            "loading",
+            0,
+            HANG_AT - 1,
+            r"loading data in wait_for_file \(test_monitor.py:\d+\)",
+        ),
         ("forward", 2, HANG_AT, r"working in wait_for_file \(test_monitor.py:\d+\)"),
     ],
 )
@@ -181,7 +203,9 @@ def test_sleeping_rank(fault, culprit, step, doing, tmp_path):
 
     When it goes on, so does the training, which ends well.
     """
-    with Ranks(tmp_path / "log", 3, train_and_hang, 3.0, fault, culprit, tmp_path) as ranks:
+    with Ranks(
+        tmp_path / "log", 3, train_and_hang, 3.0, fault, culprit, tmp_path
+    ) as ranks:
         ranks.wait_for("asked all ranks")
         ranks.wait_for("has not moved for", 3)
         (tmp_path / "go").touch()
@@ -191,18 +215,31 @@ def test_sleeping_rank(fault, culprit, step, doing, tmp_path):
     assert re.fullmatch(rf"rank {culprit} on {HOST} \(step {step}, {doing}\)", named)
     # Whoever asked says that it goes on, if it had another look before the end.
     assert len(re.findall("moves again", text)) <= 1
-    stacks = dict(re.findall(r"rank (\d) of 3 on \S+ has not moved for \d+ s: (.*(?:\n  .*)*)", text))
+    stacks = dict(
+        re.findall(
+            r"rank (\d) of 3 on \S+ has not moved for \d+ s: (.*(?:\n  .*)*)", text
+        )
+    )
     assert set(stacks) == {"0", "1", "2"}
     assert text.count("has not moved") == 3
     for rank, stack in stacks.items():
-        assert re.match(r"step \d+, " + (doing if int(rank) == culprit else "waiting for others"), stack)
-        assert "thread MainThread" in stack and "test_monitor.py" in stack and "in train_and_hang" in stack
+        assert re.match(
+            r"step \d+, " + (doing if int(rank) == culprit else "waiting for others"),
+            stack,
+        )
+        assert (
+            "thread MainThread" in stack
+            and "test_monitor.py" in stack
+            and "in train_and_hang" in stack
+        )
         assert ("in wait_for_file" in stack) == (int(rank) == culprit)
 
 
 def test_stopped_rank(tmp_path):
     """A rank that does not answer is named, before the process group's timeout ends the others."""
-    with Ranks(tmp_path / "log", 3, train_and_hang, 20.0, "stopped", 1, tmp_path, timeout=20) as ranks:
+    with Ranks(
+        tmp_path / "log", 3, train_and_hang, 20.0, "stopped", 1, tmp_path, timeout=20
+    ) as ranks:
         text = ranks.wait_for("^RuntimeError", 2)
     gone = r"does not answer: stopped, or its node is gone"
     assert re.search(rf"they wait for rank 1 on {HOST} \({gone}\)", text)
@@ -212,11 +249,15 @@ def test_stopped_rank(tmp_path):
 
 def test_stopped_rank_0(tmp_path):
     """Where the store does not answer, every rank shows its stacks all the same, and says so."""
-    with Ranks(tmp_path / "log", 3, train_and_hang, 3.0, "stopped", 0, tmp_path) as ranks:
+    with Ranks(
+        tmp_path / "log", 3, train_and_hang, 3.0, "stopped", 0, tmp_path
+    ) as ranks:
         text = ranks.wait_for("has not moved", 2)
     check_whole_lines(text)
     gone = "the store does not answer: rank 0 is stopped, or its node is gone"
-    found = re.findall(rf"rank (\d) of 3 on {HOST} has not moved .*waiting for others.*; {gone}", text)
+    found = re.findall(
+        rf"rank (\d) of 3 on {HOST} has not moved .*waiting for others.*; {gone}", text
+    )
     assert sorted(found) == ["1", "2"]
 
 
@@ -242,7 +283,10 @@ def test_second_hang(tmp_path):
         (tmp_path / "go 3").touch()
         text = ranks.join()
     check_whole_lines(text)
-    assert re.findall(r"they wait for rank (\d) on \S+ \(step (\d), ", text) == [("1", "1"), ("1", "2")]
+    assert re.findall(r"they wait for rank (\d) on \S+ \(step (\d), ", text) == [
+        ("1", "1"),
+        ("1", "2"),
+    ]
     assert text.count("moves again") == 2
 
 
@@ -264,15 +308,21 @@ def test_slow_evaluation(tmp_path):
         text = ranks.wait_for("rank 1 of 2 on .* has not moved")
         (tmp_path / "go").touch()
         ranks.join()
-    assert re.search(r"they wait for rank 1 on \S+ \(step 7, working in evaluate_for_long", text)
-    assert re.search(r"rank 1 of 2 on \S+ has not moved for [01] s: step 7, working in", text)
+    assert re.search(
+        r"they wait for rank 1 on \S+ \(step 7, working in evaluate_for_long", text
+    )
+    assert re.search(
+        r"rank 1 of 2 on \S+ has not moved for [01] s: step 7, working in", text
+    )
 
 
 def work_slowly(timeout: float) -> None:
     watch = monitor.HangReporter(timeout)
     for step in range(6):
         watch.tick(step)
-        time.sleep(0.3 * timeout if dist.get_rank() == step % 2 else 0)  # together, more than the timeout
+        time.sleep(
+            0.3 * timeout if dist.get_rank() == step % 2 else 0
+        )  # together, more than the timeout
         dist.barrier()
     watch.pause()
     if dist.get_rank() == 0:
@@ -289,7 +339,9 @@ def test_slow_training(tmp_path):
 
 def test_alone(tmp_path):
     """A single rank shows its stacks, and there is nobody to ask."""
-    with Ranks(tmp_path / "log", 1, train_and_hang, 2.0, "forward", 0, tmp_path) as ranks:
+    with Ranks(
+        tmp_path / "log", 1, train_and_hang, 2.0, "forward", 0, tmp_path
+    ) as ranks:
         ranks.wait_for("has not moved")
         (tmp_path / "go").touch()
         text = ranks.join()
@@ -302,10 +354,16 @@ def test_alone(tmp_path):
     [
         ({0: (5, True, ""), 2: (5, True, "")}, [1]),  # no answer
         ({0: (5, True, ""), 1: (4, False, ""), 2: (5, False, "")}, [1]),  # behind
-        ({0: (5, True, ""), 1: (4, True, ""), 2: (5, True, "")}, [1]),  # behind, and waiting for its GPU
+        (
+            {0: (5, True, ""), 1: (4, True, ""), 2: (5, True, "")},
+            [1],
+        ),  # behind, and waiting for its GPU
         ({0: (5, True, ""), 1: (5, True, ""), 2: (5, False, "")}, [2]),  # not waiting
         ({0: (5, False, ""), 1: (5, True, ""), 2: (5, False, "")}, [0, 2]),
-        ({0: (5, True, ""), 1: (5, True, ""), 2: (5, True, "")}, []),  # each in another collective
+        (
+            {0: (5, True, ""), 1: (5, True, ""), 2: (5, True, "")},
+            [],
+        ),  # each in another collective
     ],
 )
 def test_find_culprits(states, culprits):
@@ -334,7 +392,9 @@ def check_tracked(folder: Path, steps: range) -> None:
     for tag, value_at in (("train/loss", loss_at), ("train/step", float)):
         found = events.Scalars(tag)
         assert [event.step for event in found] == list(steps)
-        assert [event.value for event in found] == pytest.approx([value_at(step) for step in steps])
+        assert [event.value for event in found] == pytest.approx(
+            [value_at(step) for step in steps]
+        )
 
 
 def test_killed_and_resumed(tmp_path):
@@ -342,7 +402,9 @@ def test_killed_and_resumed(tmp_path):
     folder, mark = tmp_path / "metrics", tmp_path / "metrics" / "tracked"
     start = 0
     for goal in (40, 150, 151, 270):
-        with Ranks(tmp_path / f"log {goal}", 1, track, folder, range(start, 10**6)) as ranks:
+        with Ranks(
+            tmp_path / f"log {goal}", 1, track, folder, range(start, 10**6)
+        ) as ranks:
             while not mark.exists() or int(mark.read_text()) < goal:
                 assert ranks.processes[0].is_alive(), ranks.text()
             os.kill(ranks.processes[0].pid, signal.SIGKILL)
@@ -372,7 +434,9 @@ def test_killed_after_the_mark(tmp_path):
 def test_killed_before_the_mark(tmp_path):
     """A step that is on disk, but not in the file `tracked`, is written again and read once."""
     track(tmp_path, range(10))
-    (tmp_path / "tracked").write_text("7")  # as if killed while steps 8 and 9 were written
+    (tmp_path / "tracked").write_text(
+        "7"
+    )  # as if killed while steps 8 and 9 were written
     track(tmp_path, range(5, 20))
     check_tracked(tmp_path, range(20))
 
@@ -401,7 +465,9 @@ def track_without(what: str, folder: Path) -> None:
     if what == "folder":
         shutil.rmtree(folder)
     else:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # as if the disk were full
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (20_000, 20_000)
+        )  # as if the disk were full
     for step in range(2, 1000):
         tracker.log(step, {"loss": 1.0})
     tracker.close()
@@ -415,14 +481,19 @@ def test_nowhere_to_write(what, tmp_path):
     with Ranks(log, 1, track_without, what, tmp_path / "metrics") as ranks:
         text = ranks.join()
     warning, trained = text.splitlines()
-    assert warning.startswith(f"warning: no more metrics in {tmp_path / 'metrics'}: [Errno ")
+    assert warning.startswith(
+        f"warning: no more metrics in {tmp_path / 'metrics'}: [Errno "
+    )
     assert trained == "trained"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="W&B is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is not None, reason="W&B is installed"
+)
 def test_wandb_is_missing(tmp_path):
     with pytest.raises(
-        SystemExit, match=r"^main\.py: error: W&B is not installed: uv sync --locked --group wandb$"
+        SystemExit,
+        match=r"^main\.py: error: W&B is not installed: uv sync --locked --group wandb$",
     ):
         monitor.Tracker(tmp_path, "project", "run", {})
 
@@ -442,7 +513,9 @@ class Pictures(Dataset):
         return torch.randn(3, 48, 48), index % 10
 
 
-def profile(folder: Path, data_seconds: float, rank_1_seconds: float, steps: int) -> None:
+def profile(
+    folder: Path, data_seconds: float, rank_1_seconds: float, steps: int
+) -> None:
     from torchvision.models import resnet18
 
     model = DistributedDataParallel(resnet18(num_classes=10))
@@ -466,11 +539,25 @@ def profile(folder: Path, data_seconds: float, rank_1_seconds: float, steps: int
 def test_profiler(data_seconds, rank_1_seconds, steps, slow, tmp_path):
     """Rank 0's table shows slow data as such and a slow rank as communication, also in a short epoch."""
     with Ranks(
-        tmp_path / "log", 2, profile, tmp_path / "traces", data_seconds, rank_1_seconds, steps
+        tmp_path / "log",
+        2,
+        profile,
+        tmp_path / "traces",
+        data_seconds,
+        rank_1_seconds,
+        steps,
     ) as ranks:
         text = ranks.join()
     rows = re.findall(r"^ *(\S.*?) +(\d+\.\d) +(\d+\.\d)% *$", text, re.MULTILINE)
-    kinds = ["waiting for data", "forward", "backward", "communication", "optimizer", "other", "step"]
+    kinds = [
+        "waiting for data",
+        "forward",
+        "backward",
+        "communication",
+        "optimizer",
+        "other",
+        "step",
+    ]
     assert [row[0] for row in rows] == kinds
     times, shares = ({row[0]: float(row[i]) for row in rows} for i in (1, 2))
     total = times.pop("step")
@@ -479,10 +566,17 @@ def test_profiler(data_seconds, rank_1_seconds, steps, slow, tmp_path):
     assert 280 < times[slow] < 0.95 * total
     others = [kind for kind in times if kind not in (slow, "communication")]
     assert max(others, key=times.get) == "backward"
-    assert all(times[kind] > 0 for kind in ("forward", "backward", "communication", "optimizer"))
+    assert all(
+        times[kind] > 0
+        for kind in ("forward", "backward", "communication", "optimizer")
+    )
     assert max(len(line) for line in text.splitlines() if "%" in line) <= 80
     for rank in range(2):
-        trace = json.loads(gzip.decompress((tmp_path / "traces" / f"trace-rank{rank}.json.gz").read_bytes()))
+        trace = json.loads(
+            gzip.decompress(
+                (tmp_path / "traces" / f"trace-rank{rank}.json.gz").read_bytes()
+            )
+        )
         names = [event.get("name", "") for event in trace["traceEvents"]]
         active = min(4, steps - 3)
         assert names.count("DistributedDataParallel.forward") == active
@@ -520,10 +614,14 @@ def test_time_on_a_gpu():
         (293, 320, 330, "adam"),
     ]
     kernels = [
-        SimpleNamespace(id=i, name=name, time_range=SimpleNamespace(start=start, end=end))
+        SimpleNamespace(
+            id=i, name=name, time_range=SimpleNamespace(start=start, end=end)
+        )
         for i, (_, start, end, name) in enumerate(runs)
     ]
-    spans = monitor.find_gpu_spans(cpu, kernels, {i: launch for i, (launch, *_) in enumerate(runs)})
+    spans = monitor.find_gpu_spans(
+        cpu, kernels, {i: launch for i, (launch, *_) in enumerate(runs)}
+    )
     times, hidden = monitor.share_out(2, spans)
     assert {kind: round(2000 * time) for kind, time in times.items()} == {
         "forward": 38,

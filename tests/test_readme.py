@@ -65,7 +65,10 @@ def test_readme_files_are_up_to_date():
     command = [sys.executable, REPOSITORY / "docs" / "update_readmes.py", "--check"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    parts = [re.findall("^.. begin (.*)", path.read_text(), re.MULTILINE) for path in README_FILES]
+    parts = [
+        re.findall("^.. begin (.*)", path.read_text(), re.MULTILINE)
+        for path in README_FILES
+    ]
     assert parts == [
         [],
         [
@@ -76,20 +79,39 @@ def test_readme_files_are_up_to_date():
             "main.py ../multi_node/main.py",
         ],
         ["job.sh ../single_gpu/job.sh", "main.py ../single_gpu/main.py"],
-        ["job.sh ../multi_gpu/job.sh", "main.py ../multi_gpu/main.py", "job_torchrun.sh job.sh"],
+        [
+            "job.sh ../multi_gpu/job.sh",
+            "main.py ../multi_gpu/main.py",
+            "job_torchrun.sh job.sh",
+        ],
         ["main.py --help", "job.sh", "main.py"],
     ]
 
 
-PAGES = [*README_FILES, REPOSITORY / "CONTRIBUTING.rst", *sorted((REPOSITORY / "docs").glob("*.rst"))]
+PAGES = [
+    *README_FILES,
+    REPOSITORY / "CONTRIBUTING.rst",
+    *sorted((REPOSITORY / "docs").glob("*.rst")),
+]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.parametrize(
+    "path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY))
+)
 def test_pages_render_without_a_warning(path, tmp_path):
-    command = [sys.executable, "-m", "docutils", "--strict", path, tmp_path / "out.html"]
+    command = [
+        sys.executable,
+        "-m",
+        "docutils",
+        "--strict",
+        path,
+        tmp_path / "out.html",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, cwd=path.parent)
     assert result.returncode == 0 and not result.stderr, result.stderr
-    for target in re.findall(r"<(?!http)([^<>#]+)(?:#[^<>]*)?>`_|image:: (\S+)", path.read_text()):
+    for target in re.findall(
+        r"<(?!http)([^<>#]+)(?:#[^<>]*)?>`_|image:: (\S+)", path.read_text()
+    ):
         assert (path.parent / "".join(target)).exists(), target
 
 
@@ -101,7 +123,9 @@ def test_pages_render_without_a_warning(path, tmp_path):
 )
 def test_no_row_of_a_table_is_torn(path):
     """In a simple table, a second line of text in the first column begins another row."""
-    page = docutils.core.publish_doctree(path.read_text(), settings_overrides={"report_level": 5})
+    page = docutils.core.publish_doctree(
+        path.read_text(), settings_overrides={"report_level": 5}
+    )
     rows = [row for body in page.findall(docutils.nodes.tbody) for row in body]
     assert not [row.astext() for row in rows if not all(cell.astext() for cell in row)]
 
@@ -113,8 +137,16 @@ def test_pictures_are_up_to_date():
     }
     for name, draw in pictures.items():
         assert (REPOSITORY / "docs" / name).read_text() == draw(), name
-    shown = {Path(name).name for page in PAGES for name in re.findall(r"image:: (\S+)", page.read_text())}
-    assert shown == pictures.keys() == {path.name for path in (REPOSITORY / "docs").glob("*.svg")}
+    shown = {
+        Path(name).name
+        for page in PAGES
+        for name in re.findall(r"image:: (\S+)", page.read_text())
+    }
+    assert (
+        shown
+        == pictures.keys()
+        == {path.name for path in (REPOSITORY / "docs").glob("*.svg")}
+    )
 
 
 def test_the_test_command_is_the_one_that_ci_runs():
@@ -122,12 +154,16 @@ def test_the_test_command_is_the_one_that_ci_runs():
         return " ".join(text.replace("\\\n", " ").split())
 
     block = re.search(
-        r"^    apt-get update .*?uv run pytest$", (REPOSITORY / "README.rst").read_text(), re.M | re.S
+        r"^    apt-get update .*?uv run pytest$",
+        (REPOSITORY / "README.rst").read_text(),
+        re.M | re.S,
     )
     assert words(block[0]) in words((REPOSITORY / ".ci" / "run").read_text())
 
 
 @pytest.mark.parametrize("command", [["format", "--check"], ["check"]])
 def test_ruff(command):
-    result = subprocess.run(["ruff", *command, REPOSITORY], capture_output=True, text=True)
+    result = subprocess.run(
+        ["ruff", *command, REPOSITORY], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout

@@ -28,7 +28,9 @@ class Page(HTMLParser):
         self.path = path
         self.ids: set[str] = set()
         self.links: list[str] = []
-        self.cells: list[list[str]] = []  # of a diff: kind, line number, text and changed words
+        self.cells: list[
+            list[str]
+        ] = []  # of a diff: kind, line number, text and changed words
         self.in_cell = self.changed = False
         self.feed(path.read_text(encoding="utf-8"))
 
@@ -38,7 +40,9 @@ class Page(HTMLParser):
         self.links += [attrs[name] for name in ("href", "src") if name in attrs]
         if tag == "td":
             self.in_cell = True
-            self.cells.append([attrs.get("class", ""), attrs.get("data-line", ""), "", ""])
+            self.cells.append(
+                [attrs.get("class", ""), attrs.get("data-line", ""), "", ""]
+            )
         self.changed = tag == "span" and "changed" in attrs.get("class", "").split()
 
     def handle_data(self, data):
@@ -58,7 +62,9 @@ def site(tmp_path_factory) -> dict[str, Page]:
     command = [*COMMAND.split()[:-1], str(folder)]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    return {str(path.relative_to(folder)): Page(path) for path in folder.rglob("*.html")}
+    return {
+        str(path.relative_to(folder)): Page(path) for path in folder.rglob("*.html")
+    }
 
 
 def test_the_command_is_the_documented_one():
@@ -80,14 +86,21 @@ def test_no_link_is_broken(site):
             parts = urlsplit(link)
             if not parts.scheme and not parts.netloc:
                 target = (
-                    (page.path.parent / unquote(parts.path)).resolve() if parts.path else page.path.resolve()
+                    (page.path.parent / unquote(parts.path)).resolve()
+                    if parts.path
+                    else page.path.resolve()
                 )
                 assert target.is_file(), f"{page.path}: {link}"
                 if parts.fragment:
-                    assert unquote(parts.fragment) in pages[target].ids, f"{page.path}: {link}"
+                    assert unquote(parts.fragment) in pages[target].ids, (
+                        f"{page.path}: {link}"
+                    )
                     checked += 1
     assert checked
-    assert "<../README.rst#no-cluster-at-hand>" in (REPOSITORY / "imagenet" / "README.rst").read_text()
+    assert (
+        "<../README.rst#no-cluster-at-hand>"
+        in (REPOSITORY / "imagenet" / "README.rst").read_text()
+    )
     assert "../README.html#no-cluster-at-hand" in site["imagenet/README.html"].links
 
 
@@ -96,13 +109,23 @@ def test_diff_is_whole(site, old, new):
     texts = [(REPOSITORY / name).read_text().splitlines() for name in (old, new)]
     marked = update_readmes.diff(*texts)
     cells = site[f"diff/{new}.html"].cells
-    for side, sign, column, text in zip(("old", "new"), "-+", (cells[::2], cells[1::2]), texts, strict=True):
+    for side, sign, column, text in zip(
+        ("old", "new"), "-+", (cells[::2], cells[1::2]), texts, strict=True
+    ):
         lines = [cell for cell in column if cell[0] != "none"]
         assert [line[2] for line in lines] == text
-        assert [line[1] for line in lines] == [str(number) for number in range(1, len(text) + 1)]
-        kinds = [{" ": "same", sign: side}[line[0]] for line in marked if line[0] in f" {sign}"]
+        assert [line[1] for line in lines] == [
+            str(number) for number in range(1, len(text) + 1)
+        ]
+        kinds = [
+            {" ": "same", sign: side}[line[0]]
+            for line in marked
+            if line[0] in f" {sign}"
+        ]
         assert [line[0] for line in lines] == kinds
-        assert {line[0] for line in lines if line[3]} == {side}  # the changed words are in changed lines
+        assert {line[0] for line in lines if line[3]} == {
+            side
+        }  # the changed words are in changed lines
     for left, right in zip(cells[::2], cells[1::2], strict=True):
         assert (left[0] == "same") == (right[0] == "same")
         assert left[0] != "same" or left[2] == right[2]

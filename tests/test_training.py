@@ -50,7 +50,9 @@ pytestmark = pytest.mark.timeout(180)
 @functools.cache
 def load_example(name: str) -> ModuleType:
     """Return the main.py of an example as a module."""
-    spec = importlib.util.spec_from_file_location(f"{name}_main", REPOSITORY / name / "main.py")
+    spec = importlib.util.spec_from_file_location(
+        f"{name}_main", REPOSITORY / name / "main.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -69,23 +71,38 @@ def run_ranks(example: str, world_size: int, work, *args) -> list:
             nprocs=world_size,
             start_method="forkserver",
         )
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+        return [
+            torch.load(Path(folder, f"{rank}.pt"), weights_only=False)
+            for rank in range(world_size)
+        ]
 
 
-def run_rank(rank: int, example: str, world_size: int, work, args: tuple, folder: Path) -> None:
+def run_rank(
+    rank: int, example: str, world_size: int, work, args: tuple, folder: Path
+) -> None:
     torch.set_num_threads(1)
     for name in list(os.environ):
         if name.startswith(("SLURM_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE")):
             del os.environ[name]
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     # What srun would tell this rank, for main(), which joins the process group by itself.
-    os.environ |= {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(world_size)}
-    os.environ |= {"SLURM_NTASKS": str(world_size), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    os.environ |= {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(world_size),
+    }
+    os.environ |= {
+        "SLURM_NTASKS": str(world_size),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+    }
     join = example in DISTRIBUTED and work is not run_main
     if join:
         store = f"file://{folder}/store"
         timeout = timedelta(seconds=60)
-        dist.init_process_group("gloo", store, timeout, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", store, timeout, rank=rank, world_size=world_size
+        )
     torch.manual_seed(0)
     torch.save(work(load_example(example), *args), folder / f"{rank}.pt")
     if join:
@@ -175,7 +192,9 @@ def to_train_on(main: ModuleType, data):
     return data._replace(images=main.view_crops(data.images))
 
 
-def build_optimizer(main: ModuleType, model: nn.Module, steps: int, learning_rate: float = 0.2):
+def build_optimizer(
+    main: ModuleType, model: nn.Module, steps: int, learning_rate: float = 0.2
+):
     args = argparse.Namespace(learning_rate=learning_rate, weight_decay=5e-4, epochs=1)
     return main.build_optimizer(model, args, GLOBAL_BATCH_SIZE, steps)
 
@@ -184,7 +203,9 @@ def build_optimizer(main: ModuleType, model: nn.Module, steps: int, learning_rat
 
 
 def evaluate(main: ModuleType) -> tuple[float, float]:
-    return main.average(main.evaluate(NormModel(), cut_synthetic(main, SAMPLES), 16), SAMPLES)
+    return main.average(
+        main.evaluate(NormModel(), cut_synthetic(main, SAMPLES), 16), SAMPLES
+    )
 
 
 @functools.cache
@@ -223,7 +244,9 @@ def count_uneven_batches(main: ModuleType) -> dict:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(22, 10, generator=generator).bfloat16()
     labels = torch.randint(10, (22,), generator=generator)
-    pieces = list(zip(logits.split([5, 5, 3, 5, 4]), labels.split([5, 5, 3, 5, 4]), strict=True))
+    pieces = list(
+        zip(logits.split([5, 5, 3, 5, 4]), labels.split([5, 5, 3, 5, 4]), strict=True)
+    )
     if dist.is_initialized():
         pieces = pieces[:3] if dist.get_rank() == 0 else pieces[3:]
     metrics = torch.zeros(3, dtype=torch.float64)
@@ -236,14 +259,19 @@ def count_uneven_batches(main: ModuleType) -> dict:
         except AssertionError as error:
             outcome[samples] = str(error)
     right = logits.double().log_softmax(dim=1)[torch.arange(22), labels]
-    outcome["right"] = (-right.mean().item(), (logits.argmax(dim=1) == labels).double().mean().item())
+    outcome["right"] = (
+        -right.mean().item(),
+        (logits.argmax(dim=1) == labels).double().mean().item(),
+    )
     return outcome
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_metrics_are_averaged_over_samples(example):
     """A small last batch weighs by its samples, and a sample too many or too few stops the run."""
-    for outcome in run_ranks(example, 2 if example in DISTRIBUTED else 1, count_uneven_batches):
+    for outcome in run_ranks(
+        example, 2 if example in DISTRIBUTED else 1, count_uneven_batches
+    ):
         assert outcome["average"] == pytest.approx(outcome["right"], abs=1e-6)
         assert outcome[21] == "22 samples were counted, not 21"
         assert outcome[23] == "22 samples were counted, not 23"
@@ -257,8 +285,13 @@ def record(main: ModuleType) -> dict:
     model = RecordingModel()
     optimizer, scheduler = build_optimizer(main, model, STEPS)
     data = to_train_on(main, draw_marked(main))
-    metrics = main.train(wrap(model), optimizer, scheduler, data, GLOBAL_BATCH_SIZE, 5, 3)
-    return {"batches": model.batches, "metrics": main.average(metrics, STEPS * GLOBAL_BATCH_SIZE)}
+    metrics = main.train(
+        wrap(model), optimizer, scheduler, data, GLOBAL_BATCH_SIZE, 5, 3
+    )
+    return {
+        "batches": model.batches,
+        "metrics": main.average(metrics, STEPS * GLOBAL_BATCH_SIZE),
+    }
 
 
 @functools.cache
@@ -275,7 +308,9 @@ def test_ranks_share_every_global_batch(example, world_size):
     assert [len(rank["batches"]) for rank in ranks] == [STEPS] * world_size
     for step, alone_batch in enumerate(alone["batches"]):
         shares = [rank["batches"][step] for rank in ranks]
-        assert [len(share) for share in shares] == [GLOBAL_BATCH_SIZE // world_size] * world_size
+        assert [len(share) for share in shares] == [
+            GLOBAL_BATCH_SIZE // world_size
+        ] * world_size
         # A picture's marks tell its sample, crop and flip: equal pictures are equal draws.
         pictures = sorted(picture.numpy().tobytes() for picture in torch.cat(shares))
         assert pictures == sorted(picture.numpy().tobytes() for picture in alone_batch)
@@ -287,7 +322,10 @@ def test_an_epoch_has_every_sample_once():
     """No sample is trained on twice in an epoch; only the last, incomplete global batch is left out."""
     alone = record_alone()
     assert [len(batch) for batch in alone["batches"]] == [GLOBAL_BATCH_SIZE] * STEPS
-    assert len(set(read_samples(torch.cat(alone["batches"])).tolist())) == STEPS * GLOBAL_BATCH_SIZE
+    assert (
+        len(set(read_samples(torch.cat(alone["batches"])).tolist()))
+        == STEPS * GLOBAL_BATCH_SIZE
+    )
     # The model knows every picture's class, so that it is always right if pictures and labels stay together.
     assert alone["metrics"][1] == 1
 
@@ -295,7 +333,9 @@ def test_an_epoch_has_every_sample_once():
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_crop_and_flip_are_what_plain_code_makes(example):
     """A training picture is the one drawn: zeros 4 wide around it, flipped, cut at the edges drawn."""
-    recorded = record_alone() if example == "single_gpu" else run_ranks(example, 1, record)[0]
+    recorded = (
+        record_alone() if example == "single_gpu" else run_ranks(example, 1, record)[0]
+    )
     main = load_example(example)
     images = draw_marked(main).images
     order, top, left, flip = main.draw_epoch(SAMPLES, 5, 3)
@@ -317,15 +357,21 @@ def test_crop_and_flip_are_what_plain_code_makes(example):
 def test_normalize(example):
     """Colours at CIFAR-10's mean become 0, one standard deviation above it 1, as float32 in channels_last."""
     main = load_example(example)
-    values = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
+    values = (
+        torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
+    )
     normal = main.normalize(values)
     assert normal.dtype == torch.float32
     assert normal.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(normal.double(), (values / 255 - MEAN) / STD, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        normal.double(), (values / 255 - MEAN) / STD, atol=1e-5, rtol=0
+    )
     for target, colours in ((0, MEAN), (1, MEAN + STD)):
         # To the nearest of 256 levels: at most half a level, 1/510, off.
         image = (255 * colours).round().byte().expand(1, 3, 32, 32)
-        assert (main.normalize(image).double() - target).abs().max() <= 1 / 510 / STD.min()
+        assert (
+            main.normalize(image).double() - target
+        ).abs().max() <= 1 / 510 / STD.min()
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -375,8 +421,13 @@ def test_ranks_agree_after_training(example, world_size):
 
 def relative_change(states: tuple[dict, dict], reference: tuple[dict, dict]) -> float:
     """Return how far these parameters ended from the reference's, in units of how far that one went."""
-    before, after = (nn.utils.parameters_to_vector(state.values()) for state in reference)
-    return float((nn.utils.parameters_to_vector(states[1].values()) - after).norm() / (after - before).norm())
+    before, after = (
+        nn.utils.parameters_to_vector(state.values()) for state in reference
+    )
+    return float(
+        (nn.utils.parameters_to_vector(states[1].values()) - after).norm()
+        / (after - before).norm()
+    )
 
 
 @functools.cache
@@ -399,7 +450,9 @@ def learn_rates(main: ModuleType, global_batch_size: int) -> dict:
     args = argparse.Namespace(learning_rate=0.4, weight_decay=0, epochs=4)
     optimizer, scheduler = main.build_optimizer(model, args, global_batch_size, 5)
     rates = []
-    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+    optimizer.register_step_pre_hook(
+        lambda *_: rates.append(optimizer.param_groups[0]["lr"])
+    )
     ddp_model = wrap(model)
     data = to_train_on(main, cut_synthetic(main, 6 * global_batch_size - 1))
     for epoch in range(1, 5):
@@ -428,8 +481,22 @@ def test_learning_rate(example, global_batch_size):
 
 # What a step costs
 
-READING_FUNCTIONS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__array__")
-READING_OPERATORS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero")
+READING_FUNCTIONS = (
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__array__",
+)
+READING_OPERATORS = (
+    "aten::_local_scalar_dense",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::nonzero",
+)
 
 
 class CallCounter(TorchFunctionMode):
@@ -447,13 +514,17 @@ class CallCounter(TorchFunctionMode):
 def count_calls(work) -> dict:
     """Run `work()` and count the collectives, and what makes Python wait for a tensor's values."""
     with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU]
+        ) as profile,
         CallCounter() as counter,
     ):
         work()
     operators = collections.Counter(event.name for event in profile.events())
     return {
-        "collectives": collections.Counter({n: c for n, c in operators.items() if n.startswith("c10d::")}),
+        "collectives": collections.Counter(
+            {n: c for n, c in operators.items() if n.startswith("c10d::")}
+        ),
         "reads": {name: operators[name] for name in READING_OPERATORS}
         | {name: counter.calls[name] for name in READING_FUNCTIONS},
         "losses": operators["aten::cross_entropy_loss"],
@@ -476,9 +547,13 @@ def count_steps(main: ModuleType, steps: int) -> dict:
     metrics = torch.ones(3, dtype=torch.float64)
     return {
         "train": count_calls(
-            lambda: main.train(ddp_model, optimizer, scheduler, train_set, GLOBAL_BATCH_SIZE, 0, 1)
+            lambda: main.train(
+                ddp_model, optimizer, scheduler, train_set, GLOBAL_BATCH_SIZE, 0, 1
+            )
         ),
-        "evaluate": count_calls(lambda: main.evaluate(model, data, GLOBAL_BATCH_SIZE // world_size)),
+        "evaluate": count_calls(
+            lambda: main.evaluate(model, data, GLOBAL_BATCH_SIZE // world_size)
+        ),
         "bare DDP": count_calls(run_bare_steps),
         "average": count_calls(lambda: main.average(metrics, world_size)),
     }
@@ -497,11 +572,15 @@ def test_steps_neither_wait_nor_talk(example):
     see `.to("cpu")`, nor what waits on CUDA alone, such as a copy from memory that is not pinned. Once an
     epoch, all is allowed: 2 steps are compared with 6.
     """
-    for few, many in run_ranks(example, 2 if example in DISTRIBUTED else 1, count_2_and_6_steps):
+    for few, many in run_ranks(
+        example, 2 if example in DISTRIBUTED else 1, count_2_and_6_steps
+    ):
         for work in ("train", "evaluate"):
             assert many[work]["losses"] == 3 * few[work]["losses"] > 0
             assert many[work]["reads"] == few[work]["reads"]
-        growth = {work: many[work]["collectives"] - few[work]["collectives"] for work in many}
+        growth = {
+            work: many[work]["collectives"] - few[work]["collectives"] for work in many
+        }
         assert growth["train"] == growth["bare DDP"]
         assert not growth["evaluate"]
         if example in DISTRIBUTED:
@@ -517,7 +596,13 @@ def test_steps_neither_wait_nor_talk(example):
 def run_main(main: ModuleType, batch_size: int, port: int) -> dict:
     """Call main() with a small model, as a task of a Slurm step; return its parameters and its lines."""
     os.environ["MASTER_PORT"] = str(port)
-    sys.argv = ["main.py", "--synthetic", f"--batch-size={batch_size}", "--epochs=2", "--learning-rate=1"]
+    sys.argv = [
+        "main.py",
+        "--synthetic",
+        f"--batch-size={batch_size}",
+        "--epochs=2",
+        "--learning-rate=1",
+    ]
     sys.argv += ["--seed=3"]
     models = []
     main.build_model = lambda: models.append(ExactModel()) or models[0]
@@ -525,7 +610,10 @@ def run_main(main: ModuleType, batch_size: int, port: int) -> dict:
     handler.emit = lambda log_record: lines.append(log_record.getMessage())
     main.logger.addHandler(handler)
     main.main()
-    return {"parameters": torch.cat([p.detach().flatten() for p in models[0].parameters()]), "lines": lines}
+    return {
+        "parameters": torch.cat([p.detach().flatten() for p in models[0].parameters()]),
+        "lines": lines,
+    }
 
 
 @functools.cache
@@ -542,11 +630,18 @@ def test_main_on_two_ranks(example):
     alone = run_main_alone()
     assert torch.equal(first["parameters"], second["parameters"])
     # Seen: 1e-6. Gradients summed, not averaged: 0.7. Without DDP: 0.13.
-    torch.testing.assert_close(first["parameters"], alone["parameters"], atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        first["parameters"], alone["parameters"], atol=1e-4, rtol=0
+    )
 
     assert first["lines"][-3].startswith("Epoch 1: ")
     for line, alone_line in zip(first["lines"][-3:], alone["lines"][-3:], strict=True):
-        numbers, right = (re.findall(r"(?<=loss )[\d.]+|[\d.]+(?=%)", text) for text in (line, alone_line))
+        numbers, right = (
+            re.findall(r"(?<=loss )[\d.]+|[\d.]+(?=%)", text)
+            for text in (line, alone_line)
+        )
         assert len(numbers) == (4 if line.startswith("Epoch") else 2)
-        assert [float(n) for n in numbers] == pytest.approx([float(n) for n in right], abs=0.002)
+        assert [float(n) for n in numbers] == pytest.approx(
+            [float(n) for n in right], abs=0.002
+        )
     assert not [line for line in second["lines"] if not line.startswith("warning:")]

@@ -36,20 +36,35 @@ def page_holds(jobs, session):
         pytest.skip(f"this Slurm {does}")
 
 
-@pytest.mark.parametrize("session", [case(s) for s in SESSIONS if s.heading not in first_aid.LIMITED])
+@pytest.mark.parametrize(
+    "session", [case(s) for s in SESSIONS if s.heading not in first_aid.LIMITED]
+)
 def test_session(jobs, page_holds, nothing_left, home, session):
-    assert first_aid.rewrite(session, home, first_aid.user_of(jobs.cluster)) == session.text
+    assert (
+        first_aid.rewrite(session, home, first_aid.user_of(jobs.cluster))
+        == session.text
+    )
 
 
-@pytest.mark.parametrize("session", [case(s) for s in SESSIONS if s.heading in first_aid.LIMITED])
+@pytest.mark.parametrize(
+    "session", [case(s) for s in SESSIONS if s.heading in first_aid.LIMITED]
+)
 def test_session_with_limited_memory(jobs, page_holds, home, session, pytestconfig):
     if not slurm.MEMORY.exists():
-        pytest.skip("the test cluster limits memory by control groups of version 1, which are not here")
+        pytest.skip(
+            "the test cluster limits memory by control groups of version 1, which are not here"
+        )
     release = pytestconfig.getoption("slurm") or "installed"
     with first_aid.start_cluster(limit_memory=True, release=release) as cluster:
-        assert first_aid.rewrite(session, home, first_aid.user_of(cluster)) == session.text
+        assert (
+            first_aid.rewrite(session, home, first_aid.user_of(cluster)) == session.text
+        )
 
 
 def test_every_command_is_in_a_session():
     commands = re.findall(r"^ +\$ (.*)", first_aid.PAGE.read_text(), re.MULTILINE)
-    assert commands == [command.split("\n")[0] for session in SESSIONS for command, _ in session.commands]
+    assert commands == [
+        command.split("\n")[0]
+        for session in SESSIONS
+        for command, _ in session.commands
+    ]

@@ -10,12 +10,20 @@ import torch
 from slurm_jobs import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-FLAGS = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--mem=4G"]
+FLAGS = [
+    "--nodes=2",
+    "--ntasks-per-node=2",
+    "--gpus-per-node=2",
+    "--cpus-per-task=1",
+    "--mem=4G",
+]
 
 
 def epochs(text: str) -> list[float]:
     """Assert that the lines of 5 epochs are there, each over all 4096 samples; return the losses."""
-    lines = re.findall(r"^Epoch (\d): loss (\d\.\d{4}) over 4096 samples$", text, re.MULTILINE)
+    lines = re.findall(
+        r"^Epoch (\d): loss (\d\.\d{4}) over 4096 samples$", text, re.MULTILINE
+    )
     assert [epoch for epoch, _ in lines] == list("01234"), text
     return [float(loss) for _, loss in lines]
 
@@ -24,7 +32,9 @@ def test_your_training(jobs, tmp_path):
     """Both learn, and the weights of the job fit the script before."""
     shutil.copy(REPOSITORY / "docs" / "your_training" / "before.py", tmp_path)
     command = [sys.executable, "before.py"]
-    before = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    before = subprocess.run(
+        command, cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout
     folder = "docs/your_training"
     result = jobs.sbatch(folder, *FLAGS, "../../multi_node/job.sh", CIFAR10_ARCHIVE="")
     assert result.state == "COMPLETED", result
@@ -33,6 +43,11 @@ def test_your_training(jobs, tmp_path):
     paths = [path / "model.pt" for path in (tmp_path, jobs.clone / folder)]
     alone, together = (torch.load(path, weights_only=True) for path in paths)
     paths[1].unlink()  # or the clone would be dirty
-    shapes = [{name: value.shape for name, value in model.items()} for model in (alone, together)]
+    shapes = [
+        {name: value.shape for name, value in model.items()}
+        for model in (alone, together)
+    ]
     assert shapes[0] == shapes[1]
-    assert all(not torch.equal(alone[name], together[name]) for name in alone)  # a file each
+    assert all(
+        not torch.equal(alone[name], together[name]) for name in alone
+    )  # a file each

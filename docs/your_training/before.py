@@ -12,7 +12,9 @@ points = torch.rand(4096, 2)  # your data
 dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
 loader = DataLoader(dataset, 64, shuffle=True, drop_last=True)
 
-model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)  # your model
+model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(
+    device
+)  # your model
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 for epoch in range(5):
@@ -25,5 +27,8 @@ for epoch in range(5):
         optimizer.step()
         metrics[0] += loss.detach() * len(targets)
         metrics[1] += len(targets)
-    print(f"Epoch {epoch}: loss {metrics[0] / metrics[1]:.4f} over {metrics[1]:.0f} samples", flush=True)
+    print(
+        f"Epoch {epoch}: loss {metrics[0] / metrics[1]:.4f} over {metrics[1]:.0f} samples",
+        flush=True,
+    )
     torch.save(model.state_dict(), "model.pt")

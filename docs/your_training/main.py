@@ -8,18 +8,26 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-rank, local_rank, world_size = (int(os.environ[f"SLURM_{name}"]) for name in ("PROCID", "LOCALID", "NTASKS"))
+rank, local_rank, world_size = (
+    int(os.environ[f"SLURM_{name}"]) for name in ("PROCID", "LOCALID", "NTASKS")
+)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if device.type == "cuda":
     torch.cuda.set_device(local_rank)
-dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world_size)
+dist.init_process_group(
+    "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world_size
+)
 torch.manual_seed(0)
 
 points = torch.rand(4096, 2)  # your data
 dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
-loader = DataLoader(dataset, 64, sampler=DistributedSampler(dataset, drop_last=True), drop_last=True)
+loader = DataLoader(
+    dataset, 64, sampler=DistributedSampler(dataset, drop_last=True), drop_last=True
+)
 
-model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)  # your model
+model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(
+    device
+)  # your model
 model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
@@ -36,6 +44,9 @@ for epoch in range(5):
         metrics[1] += len(targets)
     dist.all_reduce(metrics)
     if rank == 0:
-        print(f"Epoch {epoch}: loss {metrics[0] / metrics[1]:.4f} over {metrics[1]:.0f} samples", flush=True)
+        print(
+            f"Epoch {epoch}: loss {metrics[0] / metrics[1]:.4f} over {metrics[1]:.0f} samples",
+            flush=True,
+        )
         torch.save(model.module.state_dict(), "model.pt")
 dist.destroy_process_group()

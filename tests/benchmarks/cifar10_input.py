@@ -11,7 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from side_by_side import FreeNetwork, argument_parser, load_example, print_table, take_turns
+from side_by_side import (
+    FreeNetwork,
+    argument_parser,
+    load_example,
+    print_table,
+    take_turns,
+)
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 from torchvision import datasets, transforms
@@ -22,7 +28,11 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 def parse_args() -> argparse.Namespace:
     parser = argument_parser(__doc__, rounds=5)
     add = parser.add_argument
-    add("--data-dir", type=Path, help="folder with cifar-10-batches-py; without it, made-up pictures")
+    add(
+        "--data-dir",
+        type=Path,
+        help="folder with cifar-10-batches-py; without it, made-up pictures",
+    )
     add("--samples", type=int, default=45000, help="training pictures")
     add("--batch-size", type=int, default=256)
     add("--workers", type=int, default=2, help="worker processes of the usual way")
@@ -36,7 +46,9 @@ def main() -> None:
     example = load_example("single_gpu")
     with tempfile.TemporaryDirectory() as folder:
         data_dir = args.data_dir or draw(Path(folder))
-        datasets.cifar.check_integrity = lambda *_: True  # made-up pictures have no published checksum
+        datasets.cifar.check_integrity = lambda *_: (
+            True
+        )  # made-up pictures have no published checksum
         variants = build_variants(example, data_dir, args)
         rates = take_turns(variants, args.rounds)
     usual, *_, limit = variants
@@ -65,7 +77,9 @@ def build_variants(example, data_dir: Path, args: argparse.Namespace) -> dict:
         transform = transforms.Compose(
             [*augmentation, transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
         )
-        dataset = Subset(datasets.CIFAR10(data_dir, transform=transform), range(len(labels)))
+        dataset = Subset(
+            datasets.CIFAR10(data_dir, transform=transform), range(len(labels))
+        )
         options = {"shuffle": True, "num_workers": args.workers, "drop_last": True}
         loader = DataLoader(dataset, args.batch_size, **options)
 
@@ -106,7 +120,9 @@ def draw(folder: Path) -> Path:
     for i in range(1, 6):
         data = rng.integers(256, size=(10000, 3072), dtype=np.uint8)
         batch = {"data": data, "labels": rng.integers(10, size=10000).tolist()}
-        (folder / "cifar-10-batches-py" / f"data_batch_{i}").write_bytes(pickle.dumps(batch))
+        (folder / "cifar-10-batches-py" / f"data_batch_{i}").write_bytes(
+            pickle.dumps(batch)
+        )
     meta = {"label_names": [str(i) for i in range(10)]}
     (folder / "cifar-10-batches-py" / "batches.meta").write_bytes(pickle.dumps(meta))
     return folder

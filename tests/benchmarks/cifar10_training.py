@@ -19,11 +19,19 @@ from torchvision import datasets, transforms
 def parse_args() -> argparse.Namespace:
     parser = argument_parser(__doc__, rounds=3)
     add = parser.add_argument
-    add("--data-dir", type=Path, help="folder with cifar-10-batches-py; without it, made-up pictures")
+    add(
+        "--data-dir",
+        type=Path,
+        help="folder with cifar-10-batches-py; without it, made-up pictures",
+    )
     add("--samples", type=int, default=45000, help="training pictures in a turn")
     add("--batch-size", type=int, default=256)
     add("--workers", type=int, default=2, help="worker processes of the usual way")
-    add("--compile", action="store_true", help="compile the model of the example, and that of the limit")
+    add(
+        "--compile",
+        action="store_true",
+        help="compile the model of the example, and that of the limit",
+    )
     return parser.parse_args()
 
 
@@ -33,16 +41,24 @@ def main() -> None:
     example = load_example("single_gpu")
     with tempfile.TemporaryDirectory() as folder:
         data_dir = args.data_dir or draw(Path(folder))
-        datasets.cifar.check_integrity = lambda *_: True  # made-up pictures have no published checksum
+        datasets.cifar.check_integrity = lambda *_: (
+            True
+        )  # made-up pictures have no published checksum
         variants = build_variants(example, data_dir, device, args)
         rates = take_turns(variants, args.rounds)
     usual, *_, limit = variants
     print_table(
-        f"Training a ResNet-18 on CIFAR-10, batches of {args.batch_size}", "images/s", rates, usual, limit
+        f"Training a ResNet-18 on CIFAR-10, batches of {args.batch_size}",
+        "images/s",
+        rates,
+        usual,
+        limit,
     )
 
 
-def build_variants(example, data_dir: Path, device: torch.device, args: argparse.Namespace) -> dict:
+def build_variants(
+    example, data_dir: Path, device: torch.device, args: argparse.Namespace
+) -> dict:
     """Return a function for each way; it goes through an epoch and returns the number of pictures."""
     data = datasets.CIFAR10(data_dir)
     images = torch.from_numpy(data.data).permute(0, 3, 1, 2)[: args.samples].to(device)
@@ -50,27 +66,39 @@ def build_variants(example, data_dir: Path, device: torch.device, args: argparse
     train_set = example.Split(example.view_crops(images), labels)
     steps = len(labels) // args.batch_size
     augment = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
-    transform = transforms.Compose([*augment, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
-    dataset = Subset(datasets.CIFAR10(data_dir, transform=transform), range(len(labels)))
+    transform = transforms.Compose(
+        [*augment, transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+    )
+    dataset = Subset(
+        datasets.CIFAR10(data_dir, transform=transform), range(len(labels))
+    )
     options = {
         "shuffle": True,
         "drop_last": True,
         "num_workers": args.workers,
         "pin_memory": device.type == "cuda",
     }
-    loader = DataLoader(dataset, args.batch_size, persistent_workers=args.workers > 0, **options)
+    loader = DataLoader(
+        dataset, args.batch_size, persistent_workers=args.workers > 0, **options
+    )
 
     usual_model = example.build_model().to(device)
     usual_sgd = torch.optim.SGD(usual_model.parameters(), lr=0.0, momentum=0.9)
     settings = argparse.Namespace(learning_rate=0.0, weight_decay=0.0, epochs=10**6)
-    models = [example.build_model().to(device, memory_format=torch.channels_last) for _ in range(2)]
+    models = [
+        example.build_model().to(device, memory_format=torch.channels_last)
+        for _ in range(2)
+    ]
     if args.compile:
         for model in models:
             model.compile()
     model, bare_model = models
     sgd, scheduler = example.build_optimizer(model, settings, args.batch_size, steps)
     bare_sgd, _ = example.build_optimizer(bare_model, settings, args.batch_size, steps)
-    batch, labels = example.normalize(images[: args.batch_size]), labels[: args.batch_size]
+    batch, labels = (
+        example.normalize(images[: args.batch_size]),
+        labels[: args.batch_size],
+    )
 
     def usual() -> int:
         usual_model.train()
@@ -93,7 +121,9 @@ def build_variants(example, data_dir: Path, device: torch.device, args: argparse
     def bare() -> int:
         bare_model.train()
         for _ in range(steps):
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.autocast(
+                device.type, torch.bfloat16, enabled=device.type == "cuda"
+            ):
                 loss = F.cross_entropy(bare_model(batch), labels, label_smoothing=0.1)
             bare_sgd.zero_grad()
             loss.backward()

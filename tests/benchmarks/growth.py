@@ -33,7 +33,13 @@ def parse_args() -> argparse.Namespace:
     parser = argument_parser(__doc__, rounds=3)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    add("--megabits", type=int, nargs="+", default=[2000, 200], help="a node sends in a second")
+    add(
+        "--megabits",
+        type=int,
+        nargs="+",
+        default=[2000, 200],
+        help="a node sends in a second",
+    )
     add("--batch-size", type=int, default=16, help="samples per rank in a step")
     add("--steps", type=int, default=3, help="in a turn")
     return parser.parse_args()
@@ -45,8 +51,18 @@ def main() -> None:
     if "SLURM_PROCID" in os.environ:
         work(args)
         return
-    table = Table(title=f"A step of multi_node/main.py, a rank a node\n{describe_machine()}")
-    columns = ["Mbit/s", "ranks", "input, CPU ms", "no network, s", "all-reduce, s", "computed", "step, s"]
+    table = Table(
+        title=f"A step of multi_node/main.py, a rank a node\n{describe_machine()}"
+    )
+    columns = [
+        "Mbit/s",
+        "ranks",
+        "input, CPU ms",
+        "no network, s",
+        "all-reduce, s",
+        "computed",
+        "step, s",
+    ]
     for column in [*columns, "computed", "of computed"]:
         table.add_column(column, justify="right")
     read_end, write_end = os.pipe()
@@ -63,8 +79,18 @@ def main() -> None:
                 wire = seconds_on_the_wire(bytes_, ranks, megabits / 8 * 1e6)
                 computed = seconds_of_a_step(compute, wire)
                 step = measured["step"]
-                row = [megabits, ranks, f"{1000 * measured['input']:.1f}", f"{compute:.2f}"]
-                row += [f"{measured['all_reduce']:.2f}", f"{wire:.2f}", f"{step:.2f}", f"{computed:.2f}"]
+                row = [
+                    megabits,
+                    ranks,
+                    f"{1000 * measured['input']:.1f}",
+                    f"{compute:.2f}",
+                ]
+                row += [
+                    f"{measured['all_reduce']:.2f}",
+                    f"{wire:.2f}",
+                    f"{step:.2f}",
+                    f"{computed:.2f}",
+                ]
                 table.add_row(*map(str, row), f"{step / computed:.2f}")
             table.add_section()
     finally:
@@ -74,7 +100,9 @@ def main() -> None:
     print(f"gradients of a ResNet-18: {bytes_ / 1e6:.1f} MB")
 
 
-def seconds_on_the_wire(gradient_bytes: float, ranks: int, bytes_per_second: float) -> float:
+def seconds_on_the_wire(
+    gradient_bytes: float, ranks: int, bytes_per_second: float
+) -> float:
     """Return how long a ring all-reduce takes: each rank sends 2 (n - 1) / n of the bytes.
 
     Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
@@ -106,7 +134,9 @@ def launch(cluster: slurm.Cluster, ranks: int) -> dict[str, float]:
     ]
     env = os.environ | cluster.env | {"OMP_NUM_THREADS": "1"}
     command = [*srun, sys.executable, *sys.argv]
-    result = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    result = subprocess.run(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True
+    )
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -117,16 +147,24 @@ def work(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     world_size = dist.get_world_size()
     global_batch_size = world_size * args.batch_size
-    images = torch.randint(256, (args.steps * global_batch_size, 3, 32, 32), dtype=torch.uint8)
+    images = torch.randint(
+        256, (args.steps * global_batch_size, 3, 32, 32), dtype=torch.uint8
+    )
     data = example.Split(example.view_crops(images), torch.randint(10, (len(images),)))
     options = argparse.Namespace(learning_rate=0.0, weight_decay=0.0, epochs=10**6)
 
     def step(model: nn.Module):
-        optimizer, scheduler = example.build_optimizer(model, options, global_batch_size, args.steps)
-        return lambda: example.train(model, optimizer, scheduler, data, global_batch_size, 0, 1)
+        optimizer, scheduler = example.build_optimizer(
+            model, options, global_batch_size, args.steps
+        )
+        return lambda: example.train(
+            model, optimizer, scheduler, data, global_batch_size, 0, 1
+        )
 
     alone = example.build_model().to(memory_format=torch.channels_last)
-    ddp = nn.parallel.DistributedDataParallel(example.build_model().to(memory_format=torch.channels_last))
+    ddp = nn.parallel.DistributedDataParallel(
+        example.build_model().to(memory_format=torch.channels_last)
+    )
     gradients = torch.zeros(sum(parameter.numel() for parameter in alone.parameters()))
 
     def all_reduce() -> None:

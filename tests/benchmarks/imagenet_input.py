@@ -33,19 +33,34 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def parse_args() -> argparse.Namespace:
     parser = argument_parser(__doc__, rounds=5)
     add = parser.add_argument
-    add("--source", type=Path, help="folder with ImageNet's three archives; without it, made-up ones")
+    add(
+        "--source",
+        type=Path,
+        help="folder with ImageNet's three archives; without it, made-up ones",
+    )
     add("--samples", type=int, default=600, help="pictures in a turn")
     add("--batch-size", type=int, default=50)
     add("--workers", type=int, default=2, help="worker processes")
-    add("--scratch", type=Path, help="folder for what it stages, which stays there for the next time")
+    add(
+        "--scratch",
+        type=Path,
+        help="folder for what it stages, which stays there for the next time",
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU, one of the ways would copy to pinned memory, too
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # with a GPU, one of the ways would copy to pinned memory, too
+    )
     dist.init_process_group("gloo")
     normalize = load_example("imagenet").normalize
     with tempfile.TemporaryDirectory() as temporary:
@@ -55,15 +70,21 @@ def main() -> None:
         one = {
             "ImageFolder, v2 on PIL, float32": usual_alone(scratch / "tree", args),
             "imagenet/data.py": shipped_alone(scratch / "copied", args),
-            "imagenet/data.py, normalized on this CPU": shipped_alone(scratch / "copied", args, normalize),
+            "imagenet/data.py, normalized on this CPU": shipped_alone(
+                scratch / "copied", args, normalize
+            ),
             "decoding alone": decoding_alone(scratch / "copied", args),
         }
         usual_way, *_, limit = one
-        print_table("One process", "images/s", take_turns(one, args.rounds), usual_way, limit)
+        print_table(
+            "One process", "images/s", take_turns(one, args.rounds), usual_way, limit
+        )
         several = {
             "ImageFolder, v2 on PIL, float32": usual(scratch / "tree", args),
             "imagenet/data.py": shipped(scratch / "copied", args),
-            "imagenet/data.py, normalized on this CPU": shipped(scratch / "copied", args, normalize),
+            "imagenet/data.py, normalized on this CPU": shipped(
+                scratch / "copied", args, normalize
+            ),
             "imagenet/data.py, after --resize 256": shipped(scratch / "small", args),
         }
         title = f"{args.workers} workers, batches of {args.batch_size}"
@@ -71,13 +92,24 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def build_scratch(scratch: Path, source: Path | None, forms: dict[str, list[str]]) -> None:
+def build_scratch(
+    scratch: Path, source: Path | None, forms: dict[str, list[str]]
+) -> None:
     """Stage the pictures, or made-up ones, in folders of `scratch`: with what flags, says each of `forms`."""
-    forms = {folder: flags for folder, flags in forms.items() if not (scratch / folder / "done").exists()}
+    forms = {
+        folder: flags
+        for folder, flags in forms.items()
+        if not (scratch / folder / "done").exists()
+    }
     if forms and source is None:
         source = draw_imagenet(scratch / "drawn", 10, 80, 5, resolution=400).source
     for folder, flags in forms.items():
-        command = [sys.executable, PREPARE_DATA, f"--source={source}", f"--data-dir={scratch / folder}"]
+        command = [
+            sys.executable,
+            PREPARE_DATA,
+            f"--source={source}",
+            f"--data-dir={scratch / folder}",
+        ]
         subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL)
         (scratch / folder / "done").touch()
 

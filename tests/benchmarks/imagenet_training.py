@@ -30,13 +30,30 @@ import prepare_data
 def parse_args() -> argparse.Namespace:
     parser = argument_parser(__doc__, rounds=3)
     add = parser.add_argument
-    add("--source", type=Path, help="folder with ImageNet's three archives; without it, made-up ones")
-    add("--samples", type=int, default=12800, help="pictures in a turn, of those that there are")
+    add(
+        "--source",
+        type=Path,
+        help="folder with ImageNet's three archives; without it, made-up ones",
+    )
+    add(
+        "--samples",
+        type=int,
+        default=12800,
+        help="pictures in a turn, of those that there are",
+    )
     add("--model", default="resnet50", help="one of torchvision's")
     add("--batch-size", type=int, default=256)
     add("--workers", type=int, default=8, help="worker processes")
-    add("--scratch", type=Path, help="folder for what it stages, which stays there for the next time")
-    add("--compile", action="store_true", help="compile the model of the example, and that of the limit")
+    add(
+        "--scratch",
+        type=Path,
+        help="folder for what it stages, which stays there for the next time",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile the model of the example, and that of the limit",
+    )
     return parser.parse_args()
 
 
@@ -50,12 +67,16 @@ def main() -> None:
         variants = build_variants(example, scratch, device, args)
         rates = take_turns(variants, args.rounds)
     usual, *_, limit = variants
-    title = f"Training a {args.model}, batches of {args.batch_size}, {args.workers} workers"
+    title = (
+        f"Training a {args.model}, batches of {args.batch_size}, {args.workers} workers"
+    )
     print_table(title, "images/s", rates, usual, limit)
     dist.destroy_process_group()
 
 
-def build_variants(example, scratch: Path, device: torch.device, args: argparse.Namespace) -> dict:
+def build_variants(
+    example, scratch: Path, device: torch.device, args: argparse.Namespace
+) -> dict:
     """Return a function for each way; it trains for some steps and returns the number of pictures."""
     settings = options(scratch / "copied", args)
     for name, value in vars(args).items():
@@ -71,14 +92,18 @@ def build_variants(example, scratch: Path, device: torch.device, args: argparse.
     classes, steps = len(staged.pictures.classes), len(staged) // args.batch_size
 
     def make_model():
-        model = example.build_model(settings, classes).to(device, memory_format=torch.channels_last)
+        model = example.build_model(settings, classes).to(
+            device, memory_format=torch.channels_last
+        )
         if args.compile:
             model.compile()
         return model
 
     def shipped(train_set):
         model = make_model()
-        optimizer, scheduler = example.build_optimizer(model, settings, args.batch_size, steps)
+        optimizer, scheduler = example.build_optimizer(
+            model, settings, args.batch_size, steps
+        )
         run = checkpoint.Run(model, optimizer, scheduler, {}, args.batch_size)
         loader, _ = example.build_loaders(train_set, valid_set, run, settings)
         watching = monitor.Monitor(scratch, device, settings)
@@ -104,7 +129,11 @@ def build_variants(example, scratch: Path, device: torch.device, args: argparse.
             loss_sum, correct = 0.0, 0
             for images, labels in loader:
                 images, labels = prepare(images), labels.to(device)
-                with torch.autocast(device.type, torch.bfloat16, enabled=autocast and device.type == "cuda"):
+                with torch.autocast(
+                    device.type,
+                    torch.bfloat16,
+                    enabled=autocast and device.type == "cuda",
+                ):
                     outputs = model(images)
                     loss = F.cross_entropy(outputs, labels, label_smoothing=0.1)
                 sgd.zero_grad()
@@ -121,7 +150,9 @@ def build_variants(example, scratch: Path, device: torch.device, args: argparse.
         pictures = decode_jpeg(list(content.split(sizes)), mode="RGB", device=device)
         if device.type == "cuda":  # where PyTorch does not resize bytes
             pictures = [picture.float() for picture in pictures]
-        return example.normalize(torch.stack([staged.crop_and_flip(picture) for picture in pictures]))
+        return example.normalize(
+            torch.stack([staged.crop_and_flip(picture) for picture in pictures])
+        )
 
     tree = folder_of_pictures(scratch / "tree")
     make_loader = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True}
@@ -132,13 +163,20 @@ def build_variants(example, scratch: Path, device: torch.device, args: argparse.
 
     bare_model = make_model()
     bare_sgd, _ = example.build_optimizer(bare_model, settings, args.batch_size, steps)
-    batch = torch.randint(256, (args.batch_size, 3, 224, 224), dtype=torch.uint8, device=device)
-    batch, labels = example.normalize(batch), torch.randint(classes, (args.batch_size,), device=device)
+    batch = torch.randint(
+        256, (args.batch_size, 3, 224, 224), dtype=torch.uint8, device=device
+    )
+    batch, labels = (
+        example.normalize(batch),
+        torch.randint(classes, (args.batch_size,), device=device),
+    )
 
     def bare() -> int:
         bare_model.train()
         for _ in range(steps):
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.autocast(
+                device.type, torch.bfloat16, enabled=device.type == "cuda"
+            ):
                 loss = F.cross_entropy(bare_model(batch), labels, label_smoothing=0.1)
             bare_sgd.zero_grad()
             loss.backward()
@@ -151,9 +189,13 @@ def build_variants(example, scratch: Path, device: torch.device, args: argparse.
         return steps * args.batch_size
 
     return {
-        "ImageFolder, v2 on PIL, float32, .item()": plain(pil, False, lambda images: images.to(device)),
+        "ImageFolder, v2 on PIL, float32, .item()": plain(
+            pil, False, lambda images: images.to(device)
+        ),
         "imagenet/main.py": shipped(staged),
-        f"no DDP, .item(), JPEGs decoded on the {device.type}": plain(encoded, True, decode_there),
+        f"no DDP, .item(), JPEGs decoded on the {device.type}": plain(
+            encoded, True, decode_there
+        ),
         "imagenet/main.py --synthetic": shipped(synthetic),
         "forward, backward, step on one batch": bare,
     }
@@ -171,21 +213,32 @@ class Encoded(Dataset):
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
         while True:
             i = self.chosen[number]
-            place = (int(self.pictures.index[field][i]) for field in ("offset", "size", "packed"))
+            place = (
+                int(self.pictures.index[field][i])
+                for field in ("offset", "size", "packed")
+            )
             content = prepare_data.read_bytes(self.pictures.file, *place)
             picture = Image.open(io.BytesIO(content))
             if picture.format == "JPEG" and picture.mode in ("RGB", "L"):
-                return torch.frombuffer(content, dtype=torch.uint8), int(self.pictures.labels[i])
-            number = (number + 1) % len(self)  # a GPU decodes no others; ImageNet has 23 of them
+                return torch.frombuffer(content, dtype=torch.uint8), int(
+                    self.pictures.labels[i]
+                )
+            number = (number + 1) % len(
+                self
+            )  # a GPU decodes no others; ImageNet has 23 of them
 
 
-def as_one(samples: list[tuple[torch.Tensor, int]]) -> tuple[tuple[torch.Tensor, list[int]], torch.Tensor]:
+def as_one(
+    samples: list[tuple[torch.Tensor, int]],
+) -> tuple[tuple[torch.Tensor, list[int]], torch.Tensor]:
     """Return the bytes of all pictures in a row, with their numbers, and the labels.
 
     Each tensor that comes from a worker takes a file descriptor.
     """
     contents, labels = zip(*samples, strict=True)
-    return (torch.cat(contents), [len(content) for content in contents]), torch.tensor(labels)
+    return (torch.cat(contents), [len(content) for content in contents]), torch.tensor(
+        labels
+    )
 
 
 if __name__ == "__main__":

@@ -28,20 +28,36 @@ def parse_args() -> argparse.Namespace:
     parser = argument_parser(__doc__, rounds=5)
     add = parser.add_argument
     add("--model", default="resnet50", help="one of torchvision's")
-    add("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure")
+    add(
+        "--scratch",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="folder on the disk to measure",
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     dist.init_process_group("gloo")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = models.get_model(args.model).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     model(torch.zeros(2, 3, 64, 64, device=device)).sum().backward()
     optimizer.step()  # the momentum is part of the state
-    run = Run(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), {}, global_batch_size=1)
+    run = Run(
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.ConstantLR(optimizer),
+        {},
+        global_batch_size=1,
+    )
     seconds: dict[str, list[float]] = {}
 
     def note(name: str, start: float, turn: int) -> None:
@@ -72,7 +88,9 @@ def main() -> None:
                 file.flush()
                 os.fsync(file.fileno())
             note("writing as many bytes", start, turn)
-    table = Table(title=f"Checkpoint of {args.model}, {len(content) / 1e6:.0f} MB\n{describe_machine()}")
+    table = Table(
+        title=f"Checkpoint of {args.model}, {len(content) / 1e6:.0f} MB\n{describe_machine()}"
+    )
     for column in ("", "seconds, median", "lowest", "highest", "of torch.save"):
         table.add_column(column, justify="right" if column else "left")
     usual = statistics.median(seconds["torch.save in the loop"])

@@ -47,7 +47,9 @@ class FreeNetwork(nn.Module):
         return self.logits.expand(len(images), 10)
 
 
-def take_turns(variants: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:
+def take_turns(
+    variants: dict[str, Callable[[], int]], rounds: int
+) -> dict[str, list[float]]:
     """Return what each variant did per second, in every turn: A B A B. A variant returns how much it did.
 
     The first turn of each warms up, and is not counted.
@@ -64,7 +66,11 @@ def take_turns(variants: dict[str, Callable[[], int]], rounds: int) -> dict[str,
 
 
 def print_table(
-    title: str, unit: str, rates: dict[str, list[float]], usual: str, limit: str | None = None
+    title: str,
+    unit: str,
+    rates: dict[str, list[float]],
+    usual: str,
+    limit: str | None = None,
 ) -> None:
     """Print the median rate of every variant, and its ratios to the usual way's and to the limit's."""
     table = Table(title=f"{title}\n{describe_machine()}", min_width=100)
@@ -74,7 +80,13 @@ def print_table(
     medians = {name: statistics.median(values) for name, values in rates.items()}
     for name, values in rates.items():
         numbers = [medians[name], min(values), max(values)]
-        row = [name, *(f"{number:,.4g}" if number < 100 else f"{number:,.0f}" for number in numbers)]
+        row = [
+            name,
+            *(
+                f"{number:,.4g}" if number < 100 else f"{number:,.0f}"
+                for number in numbers
+            ),
+        ]
         row.append(f"{medians[name] / medians[usual]:.2f}")
         if limit:
             row.append(f"{medians[name] / medians[limit]:.2f}")
@@ -84,7 +96,11 @@ def print_table(
 
 def describe_machine() -> str:
     """Name the processor, how busy it is, PyTorch, and the GPU if there is one."""
-    models = [line.split(": ")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    models = [
+        line.split(": ")[1].strip()
+        for line in open("/proc/cpuinfo")
+        if line.startswith("model name")
+    ]
     parts = [
         f"{models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         f"load {os.getloadavg()[0]:.1f}",

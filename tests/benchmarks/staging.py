@@ -36,8 +36,17 @@ for split in ("train", "val"):
 def parse_args() -> argparse.Namespace:
     parser = argument_parser(__doc__, rounds=3)
     add = parser.add_argument
-    add("--source", type=Path, help="folder with ImageNet's three archives; without it, made-up ones")
-    add("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure")
+    add(
+        "--source",
+        type=Path,
+        help="folder with ImageNet's three archives; without it, made-up ones",
+    )
+    add(
+        "--scratch",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="folder on the disk to measure",
+    )
     add("--workers", type=int, default=2, help="processes of prepare_data.py")
     add("--copy-only", action="store_true", help="leave the extraction out")
     return parser.parse_args()
@@ -47,7 +56,10 @@ def main() -> None:
     args = parse_args()
     with tempfile.TemporaryDirectory(prefix="staging-", dir=args.scratch) as scratch:
         scratch = Path(scratch)
-        source = args.source or draw_imagenet(scratch / "drawn", 20, 100, 5, resolution=256).source
+        source = (
+            args.source
+            or draw_imagenet(scratch / "drawn", 20, 100, 5, resolution=256).source
+        )
         files = sorted(source.glob("ILSVRC2012_*"))
         size = sum(file.stat().st_size for file in files)
 
@@ -55,7 +67,12 @@ def main() -> None:
             return timed("cp", *files, folder)
 
         def prepare_data(folder: Path, *flags: str) -> float:
-            command = [sys.executable, SCRIPT, f"--source={source}", f"--data-dir={folder}"]
+            command = [
+                sys.executable,
+                SCRIPT,
+                f"--source={source}",
+                f"--data-dir={folder}",
+            ]
             return timed(*command, f"--workers={args.workers}", *flags)
 
         def torchvision(folder: Path) -> float:
@@ -64,10 +81,13 @@ def main() -> None:
             return timed(sys.executable, "-c", PARSER, folder)
 
         table = Table(
-            title=f"{describe_machine()}, {describe_disk(args.scratch)}, {size / 1e9:.2f} GB", min_width=90
+            title=f"{describe_machine()}, {describe_disk(args.scratch)}, {size / 1e9:.2f} GB",
+            min_width=90,
         )
         for column in ("", "seconds, median", "all", "GB/s", "times as fast"):
-            table.add_column(column, justify="left" if column in ("", "all") else "right")
+            table.add_column(
+                column, justify="left" if column in ("", "all") else "right"
+            )
         rows = [
             ("cp", "prepare_data.py", cp, prepare_data),
             (
@@ -77,19 +97,28 @@ def main() -> None:
                 lambda folder: prepare_data(folder, "--extract"),
             ),
         ]
-        for first, second, run_first, run_second in rows[: 1 if args.copy_only else None]:
+        for first, second, run_first, run_second in rows[
+            : 1 if args.copy_only else None
+        ]:
             times = take_turns([run_first, run_second], args.rounds, files, scratch)
             medians = [statistics.median(seconds) for seconds in times]
-            for name, seconds, median in zip((first, second), times, medians, strict=True):
+            for name, seconds, median in zip(
+                (first, second), times, medians, strict=True
+            ):
                 every = " ".join(f"{value:.2f}" for value in seconds)
                 ratio = f"{medians[0] / median:.2f}"
-                table.add_row(name, f"{median:.2f}", every, f"{size / median / 1e9:.2f}", ratio)
+                table.add_row(
+                    name, f"{median:.2f}", every, f"{size / median / 1e9:.2f}", ratio
+                )
             table.add_section()
     Console(width=max(110, shutil.get_terminal_size().columns)).print(table)
 
 
 def take_turns(
-    variants: list[Callable[[Path], float]], rounds: int, files: list[Path], scratch: Path
+    variants: list[Callable[[Path], float]],
+    rounds: int,
+    files: list[Path],
+    scratch: Path,
 ) -> list[list[float]]:
     """Return the seconds that each variant took, A B A B."""
     times = [[] for _ in variants]
@@ -110,12 +139,16 @@ def take_turns(
 def timed(*command) -> float:
     """Return the seconds that a command takes, its start included."""
     start = time.perf_counter()
-    subprocess.run([str(part) for part in command], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(
+        [str(part) for part in command], stdout=subprocess.DEVNULL, check=True
+    )
     return time.perf_counter() - start
 
 
 def describe_disk(folder: Path) -> str:
-    result = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        ["stat", "-f", "-c", "%T", folder], capture_output=True, text=True, check=True
+    )
     return f"{folder} ({result.stdout.strip()})"
 
 

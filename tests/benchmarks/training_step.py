@@ -29,11 +29,22 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    if "RANK" not in os.environ:  # start the ranks: this script, as torchrun would start it
-        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}", "--standalone"]
+    if (
+        "RANK" not in os.environ
+    ):  # start the ranks: this script, as torchrun would start it
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={args.ranks}",
+            "--standalone",
+        ]
         with tempfile.TemporaryDirectory() as folder:  # torchrun leaves one there
             env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": folder}
-            sys.exit(subprocess.run([sys.executable, *torchrun, *sys.argv], env=env).returncode)
+            sys.exit(
+                subprocess.run(
+                    [sys.executable, *torchrun, *sys.argv], env=env
+                ).returncode
+            )
     example = load_example("multi_gpu")
     device = example.setup_distributed()
     steps = take_turns(build_steps(example, device, args), args.rounds)
@@ -42,7 +53,9 @@ def main() -> None:
         title = f"{args.ranks} ranks, {args.batch_size} samples each"
         usual, *_, limit = steps
         print_table(f"Training, {title}", "steps/s", steps, usual, limit)
-        print_table(f"The metrics of a step, {title}", "steps/s", metrics, next(iter(metrics)))
+        print_table(
+            f"The metrics of a step, {title}", "steps/s", metrics, next(iter(metrics))
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -52,8 +65,13 @@ def build_steps(example, device: torch.device, args: argparse.Namespace) -> dict
     torch.manual_seed(0)
     samples = args.ranks * args.batch_size * args.steps
     images = torch.randint(256, (samples, 3, 32, 32), dtype=torch.uint8, device=device)
-    data = example.Split(example.view_crops(images), torch.randint(10, (samples,), device=device))
-    batch, labels = example.normalize(images[: args.batch_size]), data.labels[: args.batch_size]
+    data = example.Split(
+        example.view_crops(images), torch.randint(10, (samples,), device=device)
+    )
+    batch, labels = (
+        example.normalize(images[: args.batch_size]),
+        data.labels[: args.batch_size],
+    )
 
     def make_model() -> nn.Module:
         model = example.build_model().to(device, memory_format=torch.channels_last)
@@ -61,15 +79,21 @@ def build_steps(example, device: torch.device, args: argparse.Namespace) -> dict
 
     usual_model, shipped_model, bare_model = (make_model() for _ in range(3))
     adamw = torch.optim.AdamW(usual_model.parameters())
-    bare_sgd = torch.optim.SGD(bare_model.parameters(), lr=0.0, momentum=0.9, nesterov=True, fused=True)
+    bare_sgd = torch.optim.SGD(
+        bare_model.parameters(), lr=0.0, momentum=0.9, nesterov=True, fused=True
+    )
     options = argparse.Namespace(learning_rate=0.0, weight_decay=0.0, epochs=10**6)
     global_batch_size = args.ranks * args.batch_size
-    sgd, scheduler = example.build_optimizer(shipped_model, options, global_batch_size, args.steps)
+    sgd, scheduler = example.build_optimizer(
+        shipped_model, options, global_batch_size, args.steps
+    )
 
     def usual() -> int:
         usual_model.train()
         for _ in range(args.steps):
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.autocast(
+                device.type, torch.bfloat16, enabled=device.type == "cuda"
+            ):
                 logits = usual_model(batch)
                 loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
             adamw.zero_grad()
@@ -85,7 +109,9 @@ def build_steps(example, device: torch.device, args: argparse.Namespace) -> dict
     def bare() -> int:
         bare_model.train()
         for _ in range(args.steps):
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.autocast(
+                device.type, torch.bfloat16, enabled=device.type == "cuda"
+            ):
                 loss = F.cross_entropy(bare_model(batch), labels, label_smoothing=0.1)
             bare_sgd.zero_grad()
             loss.backward()

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from drawn_imagenet import draw_imagenet, tar_bytes
-from slurm_jobs import EPOCHS, PICTURES, REPOSITORY, TWO, VALID_PICTURES, User, every_case, weights
+from slurm_jobs import (
+    EPOCHS,
+    PICTURES,
+    REPOSITORY,
+    TWO,
+    VALID_PICTURES,
+    User,
+    every_case,
+    weights,
+)
 
 sys.path.append(str(REPOSITORY / "imagenet"))  # where the examples keep their modules
 checkpoint = importlib.import_module("checkpoint")
@@ -21,14 +30,20 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 def stopped(user: User, folder: Path, *arguments: str) -> tuple[str, list[Path]]:
     """Let a job be stopped in its second epoch; return what it said and its checkpoints, newest first."""
-    job = user.train(*EPOCHS, "--save-steps=3", f"--checkpoint-dir={folder}", *arguments)
-    user.until_found(job, lambda: list(folder.glob("epoch-002-*.pt")), "second epoch", 120, 0.001)
+    job = user.train(
+        *EPOCHS, "--save-steps=3", f"--checkpoint-dir={folder}", *arguments
+    )
+    user.until_found(
+        job, lambda: list(folder.glob("epoch-002-*.pt")), "second epoch", 120, 0.001
+    )
     output = user.cancel(job).output
     return output, sorted(folder.glob("epoch-*.pt"), reverse=True)
 
 
 def errors(output: str) -> list[str]:
-    return re.findall(r"^(?:job.sh|prepare_data.py|main.py): error: .*", output, re.MULTILINE)
+    return re.findall(
+        r"^(?:job.sh|prepare_data.py|main.py): error: .*", output, re.MULTILINE
+    )
 
 
 class Malicious:
@@ -58,9 +73,15 @@ def test_damaged_checkpoint(user, undisturbed, tmp_path, damage):
         for path in older:
             path.write_bytes(b"no checkpoint")
     result = user.wait(user.train(*EPOCHS, f"--checkpoint-dir={folder}"))
-    warnings = re.findall(r"^warning: (.*) is damaged, trying the one before: ", result.output, re.MULTILINE)
+    warnings = re.findall(
+        r"^warning: (.*) is damaged, trying the one before: ",
+        result.output,
+        re.MULTILINE,
+    )
     if damage == "all":
-        assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
+        assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", (
+            result
+        )
         assert errors(result.output) == [
             f"main.py: error: no whole checkpoint is left in {folder}: "
             "remove the damaged ones there to start anew"
@@ -73,7 +94,9 @@ def test_damaged_checkpoint(user, undisturbed, tmp_path, damage):
     assert not proof.exists()
 
 
-CHANGES = every_case("model", "data", "seed", "batch size", "entry", "missing entry", "further entry")
+CHANGES = every_case(
+    "model", "data", "seed", "batch size", "entry", "missing entry", "further entry"
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -91,19 +114,25 @@ def test_checkpoint_of_another_run(user, tmp_path, change):
         "further entry": ([], 'Unexpected key(s) in state_dict: "fc.more"'),
     }
     arguments, reason = other[change]
-    if "entry" in change:  # whole by its digest, but with a tensor of another shape, too few or too many
+    if (
+        "entry" in change
+    ):  # whole by its digest, but with a tensor of another shape, too few or too many
         state = torch.load(newest, weights_only=True)
         del state["sha256"]
         if change == "missing entry":
             del state["model"]["fc.bias"]
         else:
-            state["model"]["fc.bias" if change == "entry" else "fc.more"] = torch.zeros(7)
+            state["model"]["fc.bias" if change == "entry" else "fc.more"] = torch.zeros(
+                7
+            )
         torch.save(state | {"sha256": checkpoint.digest(state)}, newest)
     env = {}
     if change == "data":  # as many pictures, but others
         draw(tmp_path / "others", resolution=44)
         env = {"IMAGENET_DIR": str(tmp_path / "others")}
-    result = user.wait(user.train(*EPOCHS, f"--checkpoint-dir={folder}", *arguments, **env))
+    result = user.wait(
+        user.train(*EPOCHS, f"--checkpoint-dir={folder}", *arguments, **env)
+    )
     assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
     (error,) = errors(result.output)
     assert reason in error, result
@@ -121,10 +150,14 @@ def test_checkpoint_folder(user, tmp_path, what):
     if what == "read-only":
         user.run([*node1, "mount", "-o", "remount,ro", disk])
     try:
-        job = user.train(*EPOCHS, "--save-steps=3", "--keep=9", f"--checkpoint-dir={folder}")
+        job = user.train(
+            *EPOCHS, "--save-steps=3", "--keep=9", f"--checkpoint-dir={folder}"
+        )
         if what == "gone":
             there = [*node1, "ls", f"{folder}/epoch-001-step-000003.pt"]
-            user.until_found(job, lambda: user.run(there).exit_code == 0, "checkpoint", 60, 0.001)
+            user.until_found(
+                job, lambda: user.run(there).exit_code == 0, "checkpoint", 60, 0.001
+            )
             user.run([*node1, "rm", "-rf", folder])
         result = user.wait(job)
         left = user.run([*node1, "ls", folder]).output.split()
@@ -133,15 +166,21 @@ def test_checkpoint_folder(user, tmp_path, what):
         user.run([*node1, "rmdir", disk])
     assert result.state == "FAILED" and user.show(job)["Restarts"] == "0", result
     if what == "read-only":
-        assert errors(result.output) == [f"main.py: error: cannot use {folder}: Read-only file system"], (
-            result
-        )
+        assert errors(result.output) == [
+            f"main.py: error: cannot use {folder}: Read-only file system"
+        ], result
     else:
-        reason = "No space left on device" if what == "full" else "No such file or directory"
-        said = re.findall(rf"^error: cannot write {folder}/epoch-.*", result.output, re.MULTILINE)
+        reason = (
+            "No space left on device" if what == "full" else "No such file or directory"
+        )
+        said = re.findall(
+            rf"^error: cannot write {folder}/epoch-.*", result.output, re.MULTILINE
+        )
         assert said and "training goes on" in said[0], result
         (error,) = errors(result.output)
-        assert error.startswith("main.py: error: the last checkpoint is not on disk: "), result
+        assert error.startswith(
+            "main.py: error: the last checkpoint is not on disk: "
+        ), result
         assert all(reason in line for line in (said[0], error)), result
     assert not [name for name in left if name.endswith(".partial")]
     if what == "full":
@@ -149,10 +188,18 @@ def test_checkpoint_folder(user, tmp_path, what):
 
 
 def draw(folder: Path, resolution: int = 40) -> None:
-    draw_imagenet(folder, classes=4, train=PICTURES // 4, valid=VALID_PICTURES // 4, resolution=resolution)
+    draw_imagenet(
+        folder,
+        classes=4,
+        train=PICTURES // 4,
+        valid=VALID_PICTURES // 4,
+        resolution=resolution,
+    )
 
 
-@pytest.mark.parametrize("what", every_case("bad picture", "missing", "cut", "labels", "member outside"))
+@pytest.mark.parametrize(
+    "what", every_case("bad picture", "missing", "cut", "labels", "member outside")
+)
 def test_bad_data(user, tmp_path, what):
     """It is named, before training where that is possible, and is no reason to try again."""
     source = tmp_path / "archives"
@@ -160,7 +207,9 @@ def test_bad_data(user, tmp_path, what):
     train = source / "ILSVRC2012_img_train.tar"
     if what == "bad picture":
         content = bytearray(train.read_bytes())
-        start = content.index(b"\xff\xd8\xff", len(content) // 2)  # a JPEG's first bytes
+        start = content.index(
+            b"\xff\xd8\xff", len(content) // 2
+        )  # a JPEG's first bytes
         content[start + 20 : start + 400] = bytes(380)
         train.write_bytes(content)
         message = r"main.py: error: .*n0000000\d_\d+.JPEG"
@@ -175,16 +224,26 @@ def test_bad_data(user, tmp_path, what):
         valid.write_bytes(tar_bytes({"ILSVRC2012_val_00000001.JPEG": b"\xff\xd8\xff"}))
         message = f"prepare_data.py: error: .*{valid.name}"
     else:
-        name, picture = "train/a/../../../../../../../../tmp/outside.jpg", b"\xff\xd8\xff"
+        name, picture = (
+            "train/a/../../../../../../../../tmp/outside.jpg",
+            b"\xff\xd8\xff",
+        )
         source = tmp_path / "mine.tar"
-        source.write_bytes(tar_bytes({"train/a/1.jpg": picture, "val/a/1.jpg": picture, name: picture}))
+        source.write_bytes(
+            tar_bytes({"train/a/1.jpg": picture, "val/a/1.jpg": picture, name: picture})
+        )
         message = f"prepare_data.py: error: .*mine.tar: a member's name, '{name}', leads elsewhere"
     result = user.wait(user.train(*EPOCHS, IMAGENET_DIR=str(source)))
     assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
     assert re.match(message, errors(result.output)[0]), result
     assert len(set(errors(result.output))) <= 2, result  # one for each node
     for node in ("node1", "node2"):
-        assert user.run([*user.cluster.namespaces(node), "ls", "/tmp/outside.jpg"]).exit_code != 0
+        assert (
+            user.run(
+                [*user.cluster.namespaces(node), "ls", "/tmp/outside.jpg"]
+            ).exit_code
+            != 0
+        )
 
 
 @pytest.mark.parametrize("what", every_case("full", "read-only"))
@@ -210,17 +269,23 @@ def test_slurm_tmpdir(user, what):
 EXAMPLES = ("imagenet", "multi_node", "multi_gpu", "single_gpu")
 
 
-@pytest.mark.parametrize("made, folder", every_case(*itertools.product(("folder", "link"), EXAMPLES)))
+@pytest.mark.parametrize(
+    "made, folder", every_case(*itertools.product(("folder", "link"), EXAMPLES))
+)
 def test_folder_of_someone_else(user, tmp_path, made, folder):
     """Another user has made what job.sh would make: a folder to look into, or a link to one of the user's."""
     own = tmp_path / "own"
     own.mkdir()
-    job = user.submit(folder, "--hold", "--nodelist=node1", "--nodes=1", *TWO, "job.sh", "--synthetic")
+    job = user.submit(
+        folder, "--hold", "--nodelist=node1", "--nodes=1", *TWO, "job.sh", "--synthetic"
+    )
     path, node1 = f"/tmp/slurm-job-{job}", user.cluster.namespaces("node1")
     if made == "folder":
         user.run([*node1, "install", "-d", "-m", "777", "-o", "nobody", path])
     else:
-        (own / f"{job}.training").touch()  # as a run of the user leaves one: job.sh must not go by it
+        (
+            own / f"{job}.training"
+        ).touch()  # as a run of the user leaves one: job.sh must not go by it
         user.run([*node1, "ln", "-s", own, path])
         user.run([*node1, "chown", "-h", "nobody", path])
     assert user.run(["scontrol", "release", job]).exit_code == 0
@@ -229,4 +294,6 @@ def test_folder_of_someone_else(user, tmp_path, made, folder):
     there = "is another user's: sbatch again"
     assert errors(result.output) == [f"job.sh: error: {path} on node1 {there}"], result
     assert "World size" not in result.output, result
-    assert [file.name for file in own.iterdir()] == ([f"{job}.training"] if made == "link" else [])
+    assert [file.name for file in own.iterdir()] == (
+        [f"{job}.training"] if made == "link" else []
+    )

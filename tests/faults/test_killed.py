@@ -13,24 +13,32 @@ from slurm_jobs import EPOCHS, every_case, weights
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-@pytest.mark.parametrize("moment", ["step", "save", "evaluation", "staging", *every_case("", "import")[1:]])
+@pytest.mark.parametrize(
+    "moment", ["step", "save", "evaluation", "staging", *every_case("", "import")[1:]]
+)
 def test_killed(user, undisturbed, moment):
     """A process of the job dies at any moment: it is named, and the others end soon."""
     job = user.train(*EPOCHS, f"--save-steps={1 if moment == 'save' else 2}")
     task = 0 if moment == "save" else 1
     if moment in ("staging", "import"):
         file = {"staging": "prepare_data.py", "import": "main.py"}[moment]
-        user.until_found(job, lambda: user.kill("node2", file) == 0, moment, 60, pause=0.005)
+        user.until_found(
+            job, lambda: user.kill("node2", file) == 0, moment, 60, pause=0.005
+        )
     elif moment == "save":
         os.kill(user.stop_in_a_save(job), signal.SIGKILL)
     else:
         user.until(job, "^World size")
         rank = user.pid("node2", "main.py")
-        user.until_file(job, "*-step-000002.pt" if moment == "step" else "epoch-001-step-000016.pt*")
+        user.until_file(
+            job, "*-step-000002.pt" if moment == "step" else "epoch-001-step-000016.pt*"
+        )
         os.kill(rank, signal.SIGKILL)
     start = time.monotonic()
     if moment in ("staging", "import"):
-        assert user.wait(job).state == "FAILED"  # nothing was trained: it might fail for ever
+        assert (
+            user.wait(job).state == "FAILED"
+        )  # nothing was trained: it might fail for ever
     else:
         user.until(job, "^job.sh: status .*: to be requeued$")
     assert time.monotonic() - start < 60
@@ -61,7 +69,9 @@ def test_rank_0_raises(user, undisturbed):
     assert "KeyboardInterrupt" in result.output, result
 
 
-@pytest.mark.parametrize("number", every_case(signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1))
+@pytest.mark.parametrize(
+    "number", every_case(signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)
+)
 def test_data_loader_worker(user, undisturbed, number):
     """A worker that is killed ends the training, which starts again; other signals are not for workers."""
     job = user.train(*EPOCHS, "--save-steps=2")
@@ -71,7 +81,9 @@ def test_data_loader_worker(user, undisturbed, number):
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] == ("1" if number == signal.SIGKILL else "0")
     if number == signal.SIGKILL:
-        assert re.search("RuntimeError: .*DataLoader worker .*is killed", result.output), result
+        assert re.search(
+            "RuntimeError: .*DataLoader worker .*is killed", result.output
+        ), result
 
 
 @pytest.mark.parametrize("rank", every_case(1, 0))
@@ -91,26 +103,41 @@ def test_rank_sleeps_for_ever(user, undisturbed, rank):
     assert user.show(job)["Restarts"] == "1"
     other = rf"^warning: rank {1 - rank} of 2 on node{2 - rank} has not moved for \d+ s"
     assert re.search(other, result.output, re.MULTILINE), result
-    assert re.search(r"^    .*main.py:\d+ in train$", result.output, re.MULTILINE), result
+    assert re.search(r"^    .*main.py:\d+ in train$", result.output, re.MULTILINE), (
+        result
+    )
 
 
 def test_always_killed(user):
     """A job that never gets to its next checkpoint gives up after a few tries, and says so."""
-    job = user.train(*EPOCHS, "--batch-size=2")  # many steps, to be killed before the end of an epoch
+    job = user.train(
+        *EPOCHS, "--batch-size=2"
+    )  # many steps, to be killed before the end of an epoch
     for requeues in range(1, 5):
         user.until(job, rf"(^World size(.|\n)*){{{requeues}}}")
         for node in ("node1", "node2"):
-            begun = [*user.cluster.namespaces(node), "test", "-e", f"/tmp/slurm-job-{job}/{job}.training"]
-            user.until_found(job, lambda begun=begun: user.run(begun).exit_code == 0, "training", 60, 0.001)
+            begun = [
+                *user.cluster.namespaces(node),
+                "test",
+                "-e",
+                f"/tmp/slurm-job-{job}/{job}.training",
+            ]
+            user.until_found(
+                job,
+                lambda begun=begun: user.run(begun).exit_code == 0,
+                "training",
+                60,
+                0.001,
+            )
         assert user.kill("node2", "main.py") == 0
         user.until(job, f"^Job .* requeued {requeues} times$")
     result = user.wait(job)
     assert result.state == "FAILED", result
     assert user.show(job)["Restarts"] == "4"
     (error,) = re.findall("^main.py: error: .*", result.output, re.MULTILINE)
-    assert error.startswith("main.py: error: this job was started 4 times from the beginning and never"), (
-        result
-    )
+    assert error.startswith(
+        "main.py: error: this job was started 4 times from the beginning and never"
+    ), result
 
 
 @pytest.mark.timeout(3600)
@@ -122,20 +149,32 @@ def test_random_moments(user, kills, epochs):
     chance = random.Random(seed)
     whole = user.wait(user.train(f"--epochs={epochs}"))
     undisturbed, told = weights(whole), user.show(whole.job)
-    start, end = (datetime.fromisoformat(told[name]) for name in ("StartTime", "EndTime"))
+    start, end = (
+        datetime.fromisoformat(told[name]) for name in ("StartTime", "EndTime")
+    )
     longest = min(15, 0.7 * (end - start).total_seconds())
     job = user.train(f"--epochs={epochs}", "--save-steps=2")
     for kill in range(kills):
-        user.until_found(job, lambda: user.show(job)["JobState"] in ("RUNNING", "COMPLETED"), "start", 60)
+        user.until_found(
+            job,
+            lambda: user.show(job)["JobState"] in ("RUNNING", "COMPLETED"),
+            "start",
+            60,
+        )
         delay = chance.uniform(0, longest)
         user.run(["sleep", f"{delay:.2f}"])  # the moment that was drawn
-        node, age = chance.choice(["node1", "node2"]), chance.choice(["--oldest", "--newest"])
+        node, age = (
+            chance.choice(["node1", "node2"]),
+            chance.choice(["--oldest", "--newest"]),
+        )
         if user.show(job)["JobState"] != "RUNNING":
             assert kill > 0, "it was over before"
             break
         where = user.log(job).splitlines()[-1:]
         killed = user.kill(node, "", age=age) == 0
-        print(f"kill {kill}: {delay:.2f} s after start, {node} {age}, {killed=}, after {where}")
+        print(
+            f"kill {kill}: {delay:.2f} s after start, {node} {age}, {killed=}, after {where}"
+        )
         if killed:
             restarts = user.show(job)["Restarts"]
             user.until_found(

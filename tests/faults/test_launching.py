@@ -53,9 +53,18 @@ def test_stranger_at_the_port(user, undisturbed, when):
 def test_quotes_and_spaces(user, tmp_path, undisturbed):
     """Any character may be in a path. (The repository is in a folder with a space, too.)"""
     name = """a 'single' and a "double" quote, $HOME, `date`, a*? and \\"""
-    folder, source, data = tmp_path / name, tmp_path / f"from {name}", Path("/tmp", name)
+    folder, source, data = (
+        tmp_path / name,
+        tmp_path / f"from {name}",
+        Path("/tmp", name),
+    )
     shutil.copytree(user.env["IMAGENET_DIR"], source)
-    job = user.train(*EPOCHS, f"--checkpoint-dir={folder}", IMAGENET_DIR=str(source), DATA_DIR=str(data))
+    job = user.train(
+        *EPOCHS,
+        f"--checkpoint-dir={folder}",
+        IMAGENET_DIR=str(source),
+        DATA_DIR=str(data),
+    )
     on_node1 = [*user.cluster.namespaces("node1"), "test", "-e", data / "staging.json"]
     user.until_found(job, lambda: user.run(on_node1).exit_code == 0, "data", 60, 0.01)
     result = user.wait(job)
@@ -67,7 +76,8 @@ def test_output_folder_missing(user, tmp_path):
     """Slurm 22.05 fails without a log; later ones make the folder. Nothing is left in either case."""
     output = tmp_path / "missing" / "%j.out"
     result = user.run(
-        ["sbatch", "--parsable", f"--output={output}", *TWO, "job.sh", *TINY, *EPOCHS], "imagenet"
+        ["sbatch", "--parsable", f"--output={output}", *TWO, "job.sh", *TINY, *EPOCHS],
+        "imagenet",
     )
     job = result.output.strip()
     ended = user.wait(job)
@@ -75,13 +85,19 @@ def test_output_folder_missing(user, tmp_path):
     if user.slurm_version() < (23, 2):
         assert ended.state == "FAILED" and not log.exists(), ended
     else:
-        assert ended.state == "COMPLETED" and "Weights SHA-256" in log.read_text(), ended
+        assert ended.state == "COMPLETED" and "Weights SHA-256" in log.read_text(), (
+            ended
+        )
 
 
 def test_main_without_srun(user, tmp_path):
     """In a batch script, main.py alone would wait for tasks that do not exist: it says so."""
-    script = "cd imagenet && uv run --no-sync python main.py --synthetic " + " ".join(TINY)
-    result = user.sbatch("", "--nodes=2", *TWO, f"--wrap={script}", TMPDIR=str(tmp_path))
+    script = "cd imagenet && uv run --no-sync python main.py --synthetic " + " ".join(
+        TINY
+    )
+    result = user.sbatch(
+        "", "--nodes=2", *TWO, f"--wrap={script}", TMPDIR=str(tmp_path)
+    )
     assert result.state == "FAILED", result
     assert re.findall("^main.py: .*", result.output, re.MULTILINE) == [
         "main.py: error: this is none of the 2 tasks of the job: start main.py with srun"
@@ -89,7 +105,9 @@ def test_main_without_srun(user, tmp_path):
 
 
 def test_torchrun_in_srun_in_salloc(user, tmp_path):
-    torchrun = "uv run --no-sync torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
+    torchrun = (
+        "uv run --no-sync torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
+    )
     script = f"""
         export OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
         node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -97,15 +115,24 @@ def test_torchrun_in_srun_in_salloc(user, tmp_path):
             main.py --synthetic --limit-train-samples=160 --limit-valid-samples=24 {" ".join(TINY)} --epochs=1
     """
     command = ["salloc", "--nodes=2", *TWO, "bash", "-euc", script]
-    result = user.run(command, "imagenet", TMPDIR=str(tmp_path))  # torch leaves folders there
+    result = user.run(
+        command, "imagenet", TMPDIR=str(tmp_path)
+    )  # torch leaves folders there
     assert result.exit_code == 0, result
-    assert result.output.count("Weights SHA-256") == 1 and "World size 2" in result.output, result
+    assert (
+        result.output.count("Weights SHA-256") == 1 and "World size 2" in result.output
+    ), result
 
 
 @pytest.mark.parametrize("tasks", every_case(4, 24))
 def test_many_tasks_start_at_once(user, tasks):
     """All of them start uv and import torch at the same moment, without a way to the internet."""
-    flags = [f"--ntasks-per-node={tasks // 2}", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=16G"]
+    flags = [
+        f"--ntasks-per-node={tasks // 2}",
+        "--gpus-per-node=0",
+        "--cpus-per-task=1",
+        "--mem=16G",
+    ]
     arguments = ["--epochs=1", "--batch-size=1", "--image-size=64", "--workers=0"]
     result = user.wait(user.train(*arguments, flags=flags), timeout=800)
     weights(result, pictures=PICTURES - PICTURES % tasks)
@@ -116,10 +143,28 @@ def test_many_tasks_start_at_once(user, tasks):
 @pytest.mark.parametrize("count, at_once", every_case((6, 3), (200, 50)))
 def test_many_short_jobs(user, count, at_once):
     """An array of short jobs: none is lost."""
-    flags = ["--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=1G", f"--array=1-{count}%{at_once}"]
-    flags += [f"--output={user.logs}/%A_%a.out", "--ntasks-per-node=1", "--gpus-per-node=0"]
+    flags = [
+        "--nodes=1",
+        "--ntasks=1",
+        "--cpus-per-task=1",
+        "--mem=1G",
+        f"--array=1-{count}%{at_once}",
+    ]
+    flags += [
+        f"--output={user.logs}/%A_%a.out",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=0",
+    ]
     array = user.train(
-        "--epochs=1", "--model=dummy", "--workers=0", flags=flags, DATA_DIR="/tmp/shared by many"
+        "--epochs=1",
+        "--model=dummy",
+        "--workers=0",
+        flags=flags,
+        DATA_DIR="/tmp/shared by many",
     )
-    results = [user.wait(f"{array}_{task}", timeout=3000) for task in range(1, count + 1)]
-    assert len({weights(result) for result in results}) == count  # each has a seed of its own
+    results = [
+        user.wait(f"{array}_{task}", timeout=3000) for task in range(1, count + 1)
+    ]
+    assert (
+        len({weights(result) for result in results}) == count
+    )  # each has a seed of its own

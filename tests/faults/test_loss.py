@@ -11,7 +11,12 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("learning_rate", every_case("1e30", "1e10"))
 def test_loss_is_not_finite(user, learning_rate):
     """All ranks stop when they next talk, one line says why, and nothing of it is saved."""
-    job = user.train(*EPOCHS, f"--learning-rate={learning_rate}", "--weight-decay=0", "--save-steps=4")
+    job = user.train(
+        *EPOCHS,
+        f"--learning-rate={learning_rate}",
+        "--weight-decay=0",
+        "--save-steps=4",
+    )
     result = user.wait(job)
     assert result.state == "FAILED" and user.show(job)["Restarts"] == "0", result
     (step,) = re.findall(
@@ -20,7 +25,12 @@ def test_loss_is_not_finite(user, learning_rate):
         result.output,
         re.MULTILINE,
     )
-    assert int(step) <= 4, result  # they talk before they save: soon enough for what is lost at once
+    assert int(step) <= 4, (
+        result
+    )  # they talk before they save: soon enough for what is lost at once
     saved = [path.name for path in user.checkpoints(job).glob("epoch-*")]
-    assert all(name < f"epoch-001-step-{int(step):06}" for name in saved), (saved, result)
+    assert all(name < f"epoch-001-step-{int(step):06}" for name in saved), (
+        saved,
+        result,
+    )
     assert "Traceback" not in result.output, result

@@ -19,8 +19,23 @@ def repaired(user, nothing_left):
     user.cluster.revive()
     for node in ("node1", "node2"):
         user.cluster.cable(node, "up")
-        user.run([*user.cluster.namespaces(node), "ip", "route", "flush", "type", "blackhole"])
-    user.until_found("", lambda: user.run(["scontrol", "ping"]).exit_code == 0, "controller", 60, 0.01)
+        user.run(
+            [
+                *user.cluster.namespaces(node),
+                "ip",
+                "route",
+                "flush",
+                "type",
+                "blackhole",
+            ]
+        )
+    user.until_found(
+        "",
+        lambda: user.run(["scontrol", "ping"]).exit_code == 0,
+        "controller",
+        60,
+        0.01,
+    )
     user.run(["scontrol", "update", "NodeName=ALL", "State=RESUME"])
 
     def idle() -> bool:
@@ -31,14 +46,19 @@ def repaired(user, nothing_left):
 
 
 @pytest.mark.parametrize("length", every_case("long", "short"))
-@pytest.mark.parametrize("what", ["route", "cable of node2", *every_case("", "cable of node1")[1:]])
+@pytest.mark.parametrize(
+    "what", ["route", "cable of node2", *every_case("", "cable of node1")[1:]]
+)
 def test_network_fails(user, undisturbed, what, length):
     """Nodes cannot reach each other, or one nobody: for longer than ranks wait, or for a moment only."""
     job = user.train(*ARGUMENTS)
     user.until_file(job, "*-step-000003.pt")
     ends = [("node1", "node2"), ("node2", "node1")] if what == "route" else []
     routes = [
-        ([*user.cluster.namespaces(here), "ip", "route"], ["blackhole", user.cluster.address(there)])
+        (
+            [*user.cluster.namespaces(here), "ip", "route"],
+            ["blackhole", user.cluster.address(there)],
+        )
         for here, there in ends
     ]
     for command, route in routes:
@@ -58,14 +78,17 @@ def test_network_fails(user, undisturbed, what, length):
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] == ("1" if length == "long" else "0")
     if length == "short":
-        assert "Error" not in result.output and "warning: rank" not in result.output, result
+        assert "Error" not in result.output and "warning: rank" not in result.output, (
+            result
+        )
 
 
 CRASHES = [("node2", "stays away"), ("node2", "returns")]
 
 
 @pytest.mark.parametrize(
-    "node, then", [*CRASHES, *every_case("", ("node1", "stays away"), ("node1", "returns"))[1:]]
+    "node, then",
+    [*CRASHES, *every_case("", ("node1", "stays away"), ("node1", "returns"))[1:]],
 )
 def test_node_crashes(user, undisturbed, node, then):
     """A node loses its power, node1 with the batch script: the job starts again, on another where it must."""
@@ -81,7 +104,9 @@ def test_node_crashes(user, undisturbed, node, then):
     assert weights(result) == undisturbed
     if then == "stays away":
         assert nodes == {"node1": "node[2-3]", "node2": "node[1,3]"}[node]
-    assert re.search(r"^Resuming from .*epoch-001-step-\d+.pt$", result.output, re.MULTILINE), result
+    assert re.search(
+        r"^Resuming from .*epoch-001-step-\d+.pt$", result.output, re.MULTILINE
+    ), result
 
 
 @pytest.mark.every_case
@@ -106,8 +131,18 @@ def test_controller_restarts(user, undisturbed, meanwhile):
     user.until_file(job, "*-step-000003.pt")
     rank = user.pid("node2", "main.py")
     stop(rank)  # while the controller, every five seconds, writes down what it knows
-    assert user.run(["scontrol", "update", f"job={job}", f"Comment=job {job} runs"]).exit_code == 0
-    known = ["grep", "--quiet", f"job {job} runs", user.cluster.state / "controller" / "job_state"]
+    assert (
+        user.run(
+            ["scontrol", "update", f"job={job}", f"Comment=job {job} runs"]
+        ).exit_code
+        == 0
+    )
+    known = [
+        "grep",
+        "--quiet",
+        f"job {job} runs",
+        user.cluster.state / "controller" / "job_state",
+    ]
     user.until_found(job, lambda: user.run(known).exit_code == 0, "state", 20, 0.01)
     user.cluster.crash("controller")
     os.kill(rank, signal.SIGCONT)
@@ -121,9 +156,21 @@ def test_controller_restarts(user, undisturbed, meanwhile):
             5,
         ):  # srun is not told that a task has ended before the controller is back
             waits = r"^\[rank0\]: RuntimeError"
-        user.until_found(job, lambda: re.search(waits, user.log(job), re.MULTILINE), "waiting", 120, 0.01)
+        user.until_found(
+            job,
+            lambda: re.search(waits, user.log(job), re.MULTILINE),
+            "waiting",
+            120,
+            0.01,
+        )
     user.cluster.revive()
-    user.until_found("", lambda: user.run(["scontrol", "ping"]).exit_code == 0, "controller", 60, 0.01)
+    user.until_found(
+        "",
+        lambda: user.run(["scontrol", "ping"]).exit_code == 0,
+        "controller",
+        60,
+        0.01,
+    )
     result = user.wait(job)
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] == ("0" if meanwhile == "the job trains" else "1")

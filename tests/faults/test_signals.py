@@ -13,8 +13,12 @@ ASKED_TO_STOP = r"^Asked to stop: saved (step \d+ of epoch \d+), to go on from t
 
 def preempt(user: User, job: str) -> None:
     """Let a more urgent job take the nodes, and leave them when the first one is back in the queue."""
-    other = user.submit("", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep infinity")
-    user.until_found(job, lambda: user.show(job)["JobState"] == "PENDING", "preemption", 60)
+    other = user.submit(
+        "", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep infinity"
+    )
+    user.until_found(
+        job, lambda: user.show(job)["JobState"] == "PENDING", "preemption", 60
+    )
     user.run(["scancel", other])
 
 
@@ -26,13 +30,26 @@ def warn_stopped(user: User, job: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "moments", [["*-step-000003.pt", "*-step-000009.pt", "*-step-000016.pt", "epoch-002-step-000006.pt"]]
+    "moments",
+    [
+        [
+            "*-step-000003.pt",
+            "*-step-000009.pt",
+            "*-step-000016.pt",
+            "epoch-002-step-000006.pt",
+        ]
+    ],
 )
 def test_four_warnings(user, undisturbed, moments):
     """Four times in a row the time limit comes near: four times the job saves and comes back."""
     job = user.train(*EPOCHS, "--save-steps=3")
     for requeues, moment in enumerate(moments, 1):
-        user.until_found(job, lambda n=requeues: user.log(job).count("\nWorld size") == n, "World size", 120)
+        user.until_found(
+            job,
+            lambda n=requeues: user.log(job).count("\nWorld size") == n,
+            "World size",
+            120,
+        )
         rank = user.pid("node2", "main.py")
         user.until_file(job, moment)
         stop(rank)  # the last steps must not be over when the warning comes
@@ -55,10 +72,18 @@ def test_requeue_by_hand(user, undisturbed):
 
     def given_up() -> bool:
         stop(rank)  # Slurm makes it go on, so that it takes the signal to end
-        return len(re.findall("^srun: error: .*allocation", user.log(job), re.MULTILINE)) == 3
+        return (
+            len(re.findall("^srun: error: .*allocation", user.log(job), re.MULTILINE))
+            == 3
+        )
 
     user.until_found(job, given_up, "three steps that Slurm does not start", 60, 0.001)
-    folder_is_there = [*user.cluster.namespaces("node1"), "test", "-d", f"/tmp/slurm-job-{job}"]
+    folder_is_there = [
+        *user.cluster.namespaces("node1"),
+        "test",
+        "-d",
+        f"/tmp/slurm-job-{job}",
+    ]
 
     def waits() -> bool:
         stop(rank)
@@ -73,24 +98,33 @@ def test_requeue_by_hand(user, undisturbed):
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] == "1"
     assert len(re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)) == 1, result
-    assert re.search(r"^Resuming from .*-step-\d+.pt$", result.output, re.MULTILINE), result
+    assert re.search(r"^Resuming from .*-step-\d+.pt$", result.output, re.MULTILINE), (
+        result
+    )
 
 
 def test_array(user, undisturbed):
     """What happens to a task of an array happens to no other, though the last has the number of them all."""
     flags = [*TWO, "--time=60", "--array=1-2", f"--output={user.logs}/%A_%a.out"]
-    array = user.train(*EPOCHS, "--seed=0", "--save-steps=1", "--timeout=900", flags=flags)
+    array = user.train(
+        *EPOCHS, "--seed=0", "--save-steps=1", "--timeout=900", flags=flags
+    )
     first, last = f"{array}_1", f"{array}_2"
     for task in (first, last):
         user.until(task, "^World size")
     numbers = {task: user.show(task)["JobId"] for task in (first, last)}
     assert numbers[last] == array
     ranks = {
-        task: user.pid("node1", f"main.py --data-dir /tmp/slurm-job-{numbers[task]}/") for task in numbers
+        task: user.pid("node1", f"main.py --data-dir /tmp/slurm-job-{numbers[task]}/")
+        for task in numbers
     }
 
     def trains() -> list[str]:
-        return [task for task in numbers if list(user.checkpoints(numbers[task]).glob("*-step-0*.pt"))]
+        return [
+            task
+            for task in numbers
+            if list(user.checkpoints(numbers[task]).glob("*-step-0*.pt"))
+        ]
 
     while numbers:
         for task in user.until_found(array, trains, "a checkpoint", 120, 0.001):
@@ -112,8 +146,12 @@ def test_suspended(user, undisturbed, seconds):
     job = user.train(*EPOCHS, "--save-steps=3", "--timeout=15")
     user.until_file(job, "*-step-000003.pt")
     assert user.run(["scontrol", "suspend", job]).exit_code == 0
-    user.until_found(job, lambda: user.show(job)["JobState"] == "SUSPENDED", "suspension", 20)
-    user.run(["sleep", seconds])  # the length of the suspension, not a wait for something
+    user.until_found(
+        job, lambda: user.show(job)["JobState"] == "SUSPENDED", "suspension", 20
+    )
+    user.run(
+        ["sleep", seconds]
+    )  # the length of the suspension, not a wait for something
     assert user.run(["scontrol", "resume", job]).exit_code == 0
     assert weights(user.wait(job)) == undisturbed
     assert seconds > 15 or user.show(job)["Restarts"] == "0"
@@ -143,7 +181,9 @@ def test_preempted(user, undisturbed, grace):
     assert len(re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)) == 1, result
 
 
-MOMENTS = every_case("staging", "import", "first step", "save", "last steps", "after the last epoch")
+MOMENTS = every_case(
+    "staging", "import", "first step", "save", "last steps", "after the last epoch"
+)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -154,13 +194,16 @@ def test_warned(user, undisturbed, moment):
     if moment in ("staging", "import"):
         file = "prepare_data.py" if moment == "staging" else "main.py"
         pause = signal.SIGSTOP  # it must not be over when the warning comes
-        user.until_found(job, lambda: user.kill("node2", file, pause) == 0, moment, 60, 0.005)
+        user.until_found(
+            job, lambda: user.kill("node2", file, pause) == 0, moment, 60, 0.005
+        )
         user.warn(job)
         result = user.wait(job)
         assert result.state == "FAILED", result
         (message,) = re.findall(r"^job.sh: error: .*", result.output, re.MULTILINE)
         assert (
-            message == "job.sh: error: the time limit came before the training had begun: ask for more --time"
+            message
+            == "job.sh: error: the time limit came before the training had begun: ask for more --time"
         )
         assert user.show(job)["Restarts"] == "0"
         return
@@ -170,10 +213,15 @@ def test_warned(user, undisturbed, moment):
         user.until(job, "^World size")
         rank = user.pid("node2", "main.py")
         if moment == "after the last epoch":
-            user.until_found(job, lambda: "\nEpoch 2: " in user.log(job), "Epoch 2", 120, 0.001)
+            user.until_found(
+                job, lambda: "\nEpoch 2: " in user.log(job), "Epoch 2", 120, 0.001
+            )
         else:
             user.until_file(
-                job, "*-step-000001.pt*" if moment == "first step" else "epoch-002-step-000014.pt*"
+                job,
+                "*-step-000001.pt*"
+                if moment == "first step"
+                else "epoch-002-step-000014.pt*",
             )
         stop(rank)
     warn_stopped(user, job, rank)
@@ -186,5 +234,7 @@ def test_warned(user, undisturbed, moment):
         "after the last epoch": [],  # nothing agrees any more: it ends as if it had not been warned
     }
     said = re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)
-    assert len(said) == len(saved[moment]) and all(map(re.fullmatch, saved[moment], said)), result
+    assert len(said) == len(saved[moment]) and all(
+        map(re.fullmatch, saved[moment], said)
+    ), result
     assert user.show(job)["Restarts"] == str(len(said))

@@ -19,7 +19,9 @@ class Monkey:
     def __init__(self, user: User, seed: int):
         self.user = user
         self.chance = random.Random(seed)
-        self.faults = [getattr(self, name) for name in dir(self) if name.startswith("fault_")]
+        self.faults = [
+            getattr(self, name) for name in dir(self) if name.startswith("fault_")
+        ]
 
     def strike(self, job: str) -> str:
         """Do one thing to a job; return in words what it was."""
@@ -70,8 +72,12 @@ class Monkey:
 
     def fault_preempt(self, job):
         grace = self.chance.choice([0, 15])
-        self.user.run(["scontrol", "update", "PartitionName=main", f"GraceTime={grace}"])
-        other = self.user.submit("", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep 5")
+        self.user.run(
+            ["scontrol", "update", "PartitionName=main", f"GraceTime={grace}"]
+        )
+        other = self.user.submit(
+            "", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep 5"
+        )
         self.user.wait(other)
         self.user.run(["scontrol", "update", "PartitionName=main", "GraceTime=0"])
         return f"preempted, GraceTime {grace}"
@@ -79,11 +85,23 @@ class Monkey:
     def fault_route(self, job):
         ends = [("node1", "node2"), ("node2", "node1")]
         for here, there in ends:
-            route = ["ip", "route", "add", "blackhole", self.user.cluster.address(there)]
+            route = [
+                "ip",
+                "route",
+                "add",
+                "blackhole",
+                self.user.cluster.address(there),
+            ]
             self.user.run([*self.user.cluster.namespaces(here), *route])
         length = self.last()
         for here, there in ends:
-            route = ["ip", "route", "del", "blackhole", self.user.cluster.address(there)]
+            route = [
+                "ip",
+                "route",
+                "del",
+                "blackhole",
+                self.user.cluster.address(there),
+            ]
             self.user.run([*self.user.cluster.namespaces(here), *route])
         return f"no route between the nodes {length}"
 
@@ -120,7 +138,11 @@ class Monkey:
 
     def answered(self):
         self.user.until_found(
-            "", lambda: self.user.run(["scontrol", "ping"]).exit_code == 0, "controller", 60, 0.01
+            "",
+            lambda: self.user.run(["scontrol", "ping"]).exit_code == 0,
+            "controller",
+            60,
+            0.01,
         )
 
     def repair(self, job: str) -> str:
@@ -129,7 +151,9 @@ class Monkey:
         self.user.run(["scontrol", "update", "NodeName=ALL", "State=RESUME"])
         state = self.user.show(job)["JobState"]
         if state in ("FAILED", "NODE_FAIL", "TIMEOUT"):
-            assert (result := self.user.run(["scontrol", "requeue", job])).exit_code == 0, result
+            assert (
+                result := self.user.run(["scontrol", "requeue", job])
+            ).exit_code == 0, result
         return state
 
 
@@ -142,7 +166,13 @@ def test_soak(user, nothing_left, pytestconfig):
     print(f"\nseed {seed}", flush=True)
     undisturbed = weights(user.wait(user.train(*ARGUMENTS), timeout=600))
     monkey = Monkey(user, seed)
-    report = Table("minute", "job", "what happened", "starts", title=f"{minutes} minutes, seed {seed}")
+    report = Table(
+        "minute",
+        "job",
+        "what happened",
+        "starts",
+        title=f"{minutes} minutes, seed {seed}",
+    )
     start = time.monotonic()
     jobs = 0
     try:
@@ -163,4 +193,6 @@ def test_soak(user, nothing_left, pytestconfig):
             assert weights(user.wait(job), state) == undisturbed, user.log(job)
     finally:
         Console(width=110).print(report)
-    print(f"{jobs} jobs, {report.row_count} faults: the weights are those of an undisturbed run")
+    print(
+        f"{jobs} jobs, {report.row_count} faults: the weights are those of an undisturbed run"
+    )
