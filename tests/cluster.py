@@ -1,18 +1,26 @@
 #!/usr/bin/env python3
-"""A real Slurm cluster on this machine, to try job scripts on; needs root, Slurm, munge and iproute2.
+"""A real Slurm cluster on this machine, to try job scripts on.
 
-One slurmctld and several slurmd, each a host of its own: its own network, host name, /etc/hosts, /tmp and
-processes (Linux namespaces), joined by a bridge. GPUs are generic resources without hardware behind them,
-and the nodes claim more CPUs and memory than this machine has. Nothing of it outlives its supervisor
-process, and the machine's own /etc and munge are left alone.
+It needs root, Slurm, munge and iproute2.
 
-Slurm is the installed one, or another that some release of Debian has: debootstrap puts that release into
-/var/tmp the first time, and its /usr takes the place of the machine's on the cluster's hosts.
+One slurmctld and several slurmd, each a host of its own: its own network, host name,
+/etc/hosts, /tmp and processes (Linux namespaces), joined by a bridge. GPUs are generic
+resources without hardware behind them, and the nodes claim more CPUs and memory than
+this machine has. Nothing of it outlives its supervisor process, and the machine's own
+/etc and munge are left alone.
 
-    eval "$(python3 tests/cluster.py up --nodes 2 --gpus 4)"    start one; sbatch and srun here then mean it
+Slurm is the installed one, or another that some release of Debian has: debootstrap puts
+that release into /var/tmp the first time, and its /usr takes the place of the machine's
+on the cluster's hosts.
+
+Start a cluster, which sbatch and srun in this shell then mean; look into a node; stop:
+
+    eval "$(python3 tests/cluster.py up --nodes 2 --gpus 4)"
     (cd multi_node && sbatch job.sh)
-    python3 tests/cluster.py exec node1 ps ax                   look into a node
+    python3 tests/cluster.py exec node1 ps ax
     python3 tests/cluster.py down
+
+Another Slurm:
 
     eval "$(python3 tests/cluster.py up --slurm 24.11 --proctrack cgroup)"
 """
@@ -31,9 +39,8 @@ import tempfile
 import time
 from pathlib import Path
 
-PARENT = Path(
-    "/var/tmp"
-)  # not /run or /tmp: Slurm executes job scripts from here, and nodes have a /tmp of their own
+# Not /run or /tmp: Slurm executes job scripts from here, and nodes have their own /tmp.
+PARENT = Path("/var/tmp")
 PREFIX = "slurm-cluster-"
 PROGRAMS = [
     "slurmctld",
@@ -45,16 +52,12 @@ PROGRAMS = [
     "nsenter",
     "setpriv",
 ]
-FREEZER = Path(
-    "/sys/fs/cgroup/freezer"
-)  # control groups of version 1, for their processes
-MEMORY = Path("/sys/fs/cgroup/memory")  # and for what these may use
+# Control groups of version 1: for their processes, and for what these may use.
+FREEZER = Path("/sys/fs/cgroup/freezer")
+MEMORY = Path("/sys/fs/cgroup/memory")
 START_SECONDS = 60
-RELEASES = {
-    "22.05": "bookworm",
-    "24.11": "trixie",
-    "26.05": "forky",
-}  # of Debian, by the Slurm that they have
+# Debian's, by the Slurm that they have.
+RELEASES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
 PROCTRACK = ["linuxproc", "cgroup"]
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2 procps git g++ python3".split()
 COMMANDS = "sacct salloc sbatch scancel scontrol sinfo squeue srun".split()
@@ -91,10 +94,11 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 
-# The first process of a host: state, name, address, root and the daemon to run are its arguments. It waits on
-# standard input for its network cable. /tmp becomes a disk of the host's own, in which the folders that the
-# machine has in /tmp stay visible: a clone of this repository may be among them. Control groups are the
-# cluster's own, where they are used, and /usr is the one of `root`, if that is not the machine's.
+# The first process of a host: state, name, address, root and the daemon to run are its
+# arguments. It waits on standard input for its network cable. /tmp becomes a disk of
+# the host's own, in which the folders that the machine has in /tmp stay visible: a
+# clone of this repository may be among them. Control groups are the cluster's own,
+# where they are used, and /usr is the one of `root`, if that is not the machine's.
 HOST = """\
 set -eu
 state=$1 name=$2 address=$3 root=$4
@@ -109,16 +113,22 @@ mkdir -p "$state/disk-$name" # it is there if this host has crashed before
 mount -t tmpfs -o size=4g,mode=1777 "$name" "$state/disk-$name"
 for folder in /tmp/*/; do
     [ -d "$folder" ] || continue
-    mkdir "$state/disk-$name/$(basename "$folder")"
-    mount --rbind "$folder" "$state/disk-$name/$(basename "$folder")" || [ ! -d "$folder" ] # gone since
+    copy=$state/disk-$name/$(basename "$folder")
+    mkdir "$copy"
+    mount --rbind "$folder" "$copy" || [ ! -d "$folder" ] # gone since
 done
 mount --move "$state/disk-$name" /tmp
 mount -t tmpfs -o mode=1777 "$name" /dev/shm
 for groups in /sys/fs/cgroup/freezer /sys/fs/cgroup/memory; do
-    [ ! -d "$groups/$(basename "$state")" ] || mount --bind "$groups/$(basename "$state")" "$groups"
+    own=$groups/$(basename "$state")
+    [ ! -d "$own" ] || mount --bind "$own" "$groups"
 done
-[ "$root" = / ] || { mount --bind /usr/local "$root/usr/local" && mount --rbind "$root/usr" /usr; }
-# A shell starts what runs in the background with SIGINT ignored, and Slurm 26.05 would hand that on to jobs.
+if [ "$root" != / ]; then
+    mount --bind /usr/local "$root/usr/local"
+    mount --rbind "$root/usr" /usr
+fi
+# A shell starts what runs in the background with SIGINT ignored, and Slurm 26.05 would
+# hand that on to jobs.
 env --default-signal "$@" >> "$state/$name.out" 2>&1 &
 wait
 """
@@ -144,17 +154,22 @@ def missing_requirements() -> str | None:
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     missing = [program for program in PROGRAMS if not shutil.which(program, path=path)]
     if missing:
-        return f"not installed: {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge iproute2)"
+        debian = "slurmctld slurmd slurm-client munge iproute2"
+        return f"not installed: {', '.join(missing)} (Debian: {debian})"
     return None
 
 
 def root_of(slurm: str) -> Path:
-    """Return the folder whose /usr has this Slurm, `/` for the installed one; download it, the first time."""
+    """Return the folder whose /usr has this Slurm; download it, the first time.
+
+    It is `/` for the installed one.
+    """
     if slurm == "installed":
         return Path("/")
     if sys.base_prefix == "/usr":
         raise ClusterError(
-            "another Slurm brings its own /usr: use a Python outside, see `uv python install`"
+            "another Slurm brings its own /usr: use a Python outside, "
+            "see `uv python install`"
         )
     root = PARENT / f"slurm-{slurm}"
     if not root.exists():
@@ -172,8 +187,9 @@ def root_of(slurm: str) -> Path:
         half_done.chmod(0o755)
         try:
             run(
-                f"debootstrap --variant=minbase --include={','.join(PACKAGES)} {RELEASES[slurm]} {half_done} "
-                f"{mirrors[0]} /usr/share/debootstrap/scripts/sid"
+                f"debootstrap --variant=minbase --include={','.join(PACKAGES)} "
+                f"{RELEASES[slurm]} {half_done} {mirrors[0]} "
+                "/usr/share/debootstrap/scripts/sid"
             )
             half_done.rename(root)
         finally:
@@ -182,7 +198,10 @@ def root_of(slurm: str) -> Path:
 
 
 class Cluster:
-    """A running cluster, as its users see it. `env` holds what Slurm's commands need to find it."""
+    """A running cluster, as its users see it.
+
+    `env` holds what Slurm's commands need to find it.
+    """
 
     def __init__(self, state: Path):
         self.state = state
@@ -214,7 +233,7 @@ class Cluster:
         ]
 
     def processes(self, node: str) -> list[str]:
-        """Return the command lines of what runs on a node, apart from Slurm's own daemon."""
+        """Return the command lines of a node's processes, without Slurm's daemon."""
         command = [*self.namespaces(node), "ps", "-ww", "-eo", "pid=,args="]
         lines = subprocess.run(
             command, check=True, capture_output=True, text=True
@@ -224,7 +243,10 @@ class Cluster:
         return [command for command in commands if not command.startswith(own)]
 
     def crash(self, host: str) -> None:
-        """End a node, or `controller`, as a power cut does: its processes, its network and its disk."""
+        """End a node, or `controller`, as a power cut does.
+
+        Its processes, its network and its disk are gone.
+        """
         host_process = int((self.state / f"{host}.pid").read_text())
         with_pidfd = os.pidfd_open(host_process)
         os.kill(host_process, signal.SIGKILL)
@@ -272,12 +294,13 @@ def start(
 ) -> tuple[Cluster, subprocess.Popen]:
     """Start a cluster and return it, and its supervisor, when every node is idle.
 
-    `slurm` is "installed" or one of RELEASES; `proctrack`, how it finds a job's processes, one of PROCTRACK.
-    With `limit_memory`, which takes "cgroup" for that, what uses more than a job's --mem is killed. Without
-    `bind_tasks`, a task runs on any of the machine's CPUs. Otherwise Slurm chooses, as on most clusters: the
-    only task of every node gets the same one, and the machine's others may be idle.
-    The cluster ends with `Cluster.stop`, and, if it is given a `lifeline`, when the other end of that pipe
-    closes: when its owner is gone, however it went.
+    `slurm` is "installed" or one of RELEASES; `proctrack`, how it finds a job's
+    processes, one of PROCTRACK. With `limit_memory`, which takes "cgroup" for that,
+    what uses more than a job's --mem is killed. Without `bind_tasks`, a task runs on
+    any of the machine's CPUs. Otherwise Slurm chooses, as on most clusters: the only
+    task of every node gets the same one, and the machine's others may be idle.
+    The cluster ends with `Cluster.stop`, and, if it is given a `lifeline`, when the
+    other end of that pipe closes: when its owner is gone, however it went.
     """
     if reason := missing_requirements():
         raise ClusterError(reason)
@@ -329,17 +352,19 @@ def supervisor_is_alive(state: Path) -> bool:
 
 
 def remove_leftovers() -> None:
-    """Remove the folders of clusters whose supervisor was killed; the kernel has removed the rest of them."""
+    """Remove the folders of clusters whose supervisor was killed.
+
+    The kernel has removed the rest of them.
+    """
     for path in PARENT.glob(PREFIX + "*"):
-        young = (
-            time.time() - path.stat().st_mtime < START_SECONDS
-        )  # perhaps just being started
+        # A young one is perhaps just being started.
+        young = time.time() - path.stat().st_mtime < START_SECONDS
         if not young and not supervisor_is_alive(path):
             remove(path)
 
 
 def remove(state: Path) -> None:
-    """Remove the folder of a cluster that is over, and its control groups, which are empty then."""
+    """Remove the folder and the control groups of a cluster that is over."""
     for groups in (FREEZER, MEMORY):
         for folder, _, _ in os.walk(groups / state.name, topdown=False):
             os.rmdir(folder)
@@ -389,10 +414,9 @@ class Supervisor:
         self.spawn("munged", ["munged", "--foreground", "--force", *munge])
         self.wait_for((self.state / "munge.socket").exists, "munged has no socket")
         conf = str(self.state / "slurm.conf")
-        # A controller has a machine of its own: here, it goes before what the nodes compute.
-        self.add_host(
-            "controller", 2, ["nice", "-n", "-10", "slurmctld", "-D", "-f", conf]
-        )
+        # A controller has a machine of its own: here, it goes before the nodes' work.
+        slurmctld = ["nice", "-n", "-10", "slurmctld", "-D", "-f", conf]
+        self.add_host("controller", 2, slurmctld)
         for i, name in enumerate(self.names):
             self.add_host(name, 11 + i, ["slurmd", "-D", "-f", conf, "-N", name])
         self.wait_for(self.all_idle, "not every node became idle")
@@ -415,7 +439,10 @@ class Supervisor:
         return process
 
     def connect_machine(self) -> tuple[str, str]:
-        """Plug the machine into the switch; return the link's name and the network's first three numbers."""
+        """Plug the machine into the switch.
+
+        Return the link's name and the network's first three numbers.
+        """
         self.inside(self.switch, "ip link add switch type bridge")
         self.inside(self.switch, "ip link set switch up")
         for i in range(256):
@@ -423,7 +450,8 @@ class Supervisor:
             if subnet + "." in run("ip -4 address show") + run("ip -4 route show"):
                 continue
             link = f"slurm{i}"
-            add = f"ip link add {link} type veth peer name machine netns {self.switch.pid}"
+            peer = f"machine netns {self.switch.pid}"
+            add = f"ip link add {link} type veth peer name {peer}"
             if subprocess.run(add.split(), capture_output=True).returncode == 0:
                 break
         else:
@@ -435,8 +463,8 @@ class Supervisor:
 
     def write_files(self) -> None:
         nodes = "\n".join(
-            f"NodeName={name} NodeAddr={self.subnet}.{11 + i} CPUs={self.cpus} RealMemory=1000000"
-            + (f" Gres=gpu:{self.gpus}" if self.gpus else "")
+            f"NodeName={name} NodeAddr={self.subnet}.{11 + i} CPUs={self.cpus}"
+            " RealMemory=1000000" + (f" Gres=gpu:{self.gpus}" if self.gpus else "")
             for i, name in enumerate(self.names)
         )
         plugins = ["task/affinity"] * self.bind_tasks + [
@@ -466,7 +494,8 @@ class Supervisor:
             f"Name=gpu File={self.state}/gpu[0-{self.gpus - 1}]\n" if self.gpus else ""
         )
         (self.state / "gres.conf").write_text(gres)
-        # Where the kernel has control groups of version 2, slurmd would want systemd to make some.
+        # Where the kernel has control groups of version 2, slurmd would want systemd to
+        # make some.
         version = tuple(
             int(number)
             for number in re.findall(r"\d+", run(f"chroot {self.root} slurmd -V"))[:2]
@@ -490,7 +519,8 @@ class Supervisor:
             f"{self.subnet}.2 controller",
         ]
         for i, name in enumerate(self.names):
-            # The second spelling is for c10d, which wants the names of its IPv6 peers and warns without.
+            # The second spelling is for c10d, which wants the names of its IPv6 peers
+            # and warns without.
             hosts += [
                 f"{self.subnet}.{11 + i} {name}",
                 f"::ffff:{self.subnet}.{11 + i} {name}",
@@ -508,22 +538,16 @@ class Supervisor:
     ) -> None:
         """Start a host, connect it to the switch and let it run `command`."""
         self.hosts[name] = (number, command)
-        unshare = f"unshare {uptime} --net --uts --mount --pid --fork --kill-child --mount-proc".split()
-        script = [
-            "sh",
-            f"{self.state}/host.sh",
-            str(self.state),
-            name,
-            f"{self.subnet}.{number}",
-        ]
-        script.append(str(self.root))
+        unshare = ["unshare", *uptime.split(), "--net", "--uts", "--mount", "--pid"]
+        unshare += ["--fork", "--kill-child", "--mount-proc"]
+        script = ["sh", f"{self.state}/host.sh", str(self.state), name]
+        script += [f"{self.subnet}.{number}", str(self.root)]
         host = self.spawn(name, [*unshare, *script, *command], stdin=subprocess.PIPE)
         (self.state / f"{name}.pid").write_text(str(host.pid))
-        # A host that comes back has the same network card: the others remember its hardware address.
-        card = f"name eth0 address 02:00:00:00:00:{number:02x}"
-        run(
-            f"ip link add {name} netns {self.switch.pid} type veth peer {card} netns {host.pid}"
-        )
+        # A host that comes back has the same network card: the others remember its
+        # hardware address.
+        card = f"name eth0 address 02:00:00:00:00:{number:02x} netns {host.pid}"
+        run(f"ip link add {name} netns {self.switch.pid} type veth peer {card}")
         self.inside(self.switch, f"ip link set {name} master switch up")
         host.stdin.write(b"connected\n")
         host.stdin.close()
@@ -602,7 +626,10 @@ def run(command: str) -> str:
 
 
 def supervise(state: Path, answer: int, *cluster) -> None:
-    """Start a cluster, say so on file descriptor `answer`; stop it on SIGTERM or at the end of stdin."""
+    """Start a cluster and say so on file descriptor `answer`.
+
+    Stop it on SIGTERM or at the end of stdin.
+    """
     wake, wake_writer = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(wake_writer)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -671,9 +698,8 @@ def main() -> None:
             cluster, _ = start(
                 args.nodes, args.gpus, args.cpus, args.slurm, args.proctrack
             )
-            print(
-                f"export {' '.join(f'{name}={shlex.quote(value)}' for name, value in cluster.env.items())}"
-            )
+            env = cluster.env.items()
+            print("export", *(f"{name}={shlex.quote(value)}" for name, value in env))
             print(f"{args.nodes} nodes are ready", file=sys.stderr)
         elif args.command == "down":
             for cluster in clusters:

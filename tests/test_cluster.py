@@ -1,4 +1,7 @@
-"""The test cluster itself: its nodes are hosts of their own, and nothing of it stays, however it ends."""
+"""The test cluster itself.
+
+Its nodes are hosts of their own, and nothing of it stays, however it ends.
+"""
 
 import os
 import re
@@ -22,7 +25,7 @@ def requirements():
 
 
 def traces(state: Path) -> list[str]:
-    """Return what is left of a cluster: processes that name its folder, its folder, links to its switch."""
+    """Return what is left of a cluster: its folder, and processes that name it."""
     processes = subprocess.run(
         ["ps", "-ww", "-eo", "args="], capture_output=True, text=True
     ).stdout.splitlines()
@@ -107,7 +110,7 @@ def test_supervisor_killed():
 
 
 def test_commands(tmp_path):
-    """`up` prints the line that a shell needs, `exec` looks into a node, `down` leaves nothing."""
+    """`up` tells a shell what it needs, `exec` looks into a node, `down` ends all."""
     if slurm.running():
         pytest.skip(
             "`cluster.py up` has started a cluster here, which `down` would stop"
