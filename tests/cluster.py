@@ -4,10 +4,10 @@
 It needs root, Slurm, munge and iproute2.
 
 One slurmctld and several slurmd, each a host of its own: its own network, host name,
-/etc/hosts, /tmp and processes (Linux namespaces), joined by a bridge. GPUs are generic
-resources without hardware behind them, and the nodes claim more CPUs and memory than
-this machine has. Nothing of it outlives its supervisor process, and the machine's own
-/etc and munge are left alone.
+/tmp and processes (Linux namespaces), joined by a bridge. Their /etc is a copy of the
+machine's, with their names in /etc/hosts. GPUs are generic resources without hardware
+behind them, and the nodes claim more CPUs and memory than this machine has. Nothing of
+it outlives its supervisor process, and the machine's own /etc and munge are left alone.
 
 Slurm is the installed one, or another that some release of Debian has: debootstrap puts
 that release into /var/tmp the first time, and its /usr takes the place of the machine's
@@ -108,7 +108,7 @@ hostname "$name"
 ip link set lo up
 ip address add "$address/24" dev eth0
 ip link set eth0 up
-mount --bind "$state/hosts" /etc/hosts
+mount --bind "$state/etc" /etc
 mkdir -p "$state/disk-$name" # it is there if this host has crashed before
 mount -t tmpfs -o size=4g,mode=1777 "$name" "$state/disk-$name"
 for folder in /tmp/*/; do
@@ -526,6 +526,10 @@ class Supervisor:
                 f"::ffff:{self.subnet}.{11 + i} {name}",
             ]
         (self.state / "hosts").write_text("\n".join(hosts) + "\n")
+        # All of /etc is a copy: a mount over /etc/hosts alone would go when the machine
+        # replaces that file.
+        run(f"cp --archive /etc {self.state}/etc")
+        run(f"cp --remove-destination {self.state}/hosts {self.state}/etc/hosts")
         for name in self.names:
             (self.state / f"spool-{name}").mkdir()
         (self.state / "controller").mkdir()

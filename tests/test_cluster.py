@@ -67,6 +67,29 @@ def test_nodes_are_hosts_of_their_own(cluster):
     )
 
 
+def test_machine_replaces_its_hosts_file(tmp_path):
+    """The nodes know each other after /etc/hosts is a new file: `sed -i` makes one."""
+    code = f"""
+        import os, subprocess, sys
+        sys.path.insert(0, {str(Path(slurm.__file__).parent)!r})
+        import cluster
+        read_end, write_end = os.pipe()
+        running, supervisor = cluster.start(nodes=2, gpus=1, cpus=2, lifeline=read_end)
+        subprocess.run(["sed", "-i", "", "/etc/hosts"], check=True)
+        for host in ["controller", "node1"]:
+            command = [*running.namespaces(host), "getent", "ahostsv4", "node2"]
+            print(subprocess.run(command, capture_output=True, text=True).stdout)
+        os.close(write_end)
+        supervisor.wait()
+    """
+    # Here, the machine's /etc is a copy: the real one stays as it is.
+    machine = 'cp --archive /etc "$0" && mount --bind "$0" /etc && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", machine, str(tmp_path / "etc")]
+    command += [sys.executable, "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout.count("STREAM node2") == 2, result
+
+
 def test_owner_killed():
     """When a test run is killed, its cluster goes with it, within seconds."""
     owner_code = f"""
