@@ -1,4 +1,4 @@
-"""The site that Sphinx makes of the pages as GitHub shows them, and of the examples' diffs, side by side."""
+"""The site that Sphinx makes of the pages on GitHub, and of the examples' diffs."""
 
 import re
 import sys
@@ -74,14 +74,17 @@ def setup(app) -> None:
 
 
 def adapt_source(app, page: str, content: list[str]) -> None:
-    """Leave a page's contents to the theme, and name all pages on the first one: GitHub knows no toctree."""
+    """Leave a page's contents to the theme, and name all pages on the first one.
+
+    GitHub knows no toctree.
+    """
     content[0] = re.sub(r"^\.\. contents::.*\n(   .*\n)*", "", content[0], flags=re.M)
     if page == root_doc:
         content[0] += TOCTREE
 
 
 def adapt(app, doctree: nodes.document, page: str) -> None:
-    """Have links to .rst files lead to pages, and link each diff to the page that has it side by side."""
+    """Have links to .rst files lead to pages, and link diffs to their own pages."""
     for link in doctree.findall(nodes.reference):
         if ":" not in link.get("refuri", ":"):
             link["refuri"] = re.sub(r"\.rst(?=#|$)", ".html", link["refuri"])

@@ -1,6 +1,7 @@
-"""Write batch_cifar10.svg and batch_imagenet.svg: what becomes of a batch on its way to the model.
+"""Write batch_cifar10.svg and batch_imagenet.svg: a batch on its way to the model.
 
-The pictures take the colour scheme of the page that shows them, as that of draw_ranks.py does.
+The pictures take the colour scheme of the page that shows them,
+as that of draw_ranks.py does.
 """
 
 from pathlib import Path
@@ -26,7 +27,7 @@ def main() -> None:
 
 
 def draw_cifar10() -> str:
-    """All on the GPU; only the numbers that choose samples, crops and flips come from the CPU."""
+    """All on the GPU; only the random numbers come from the CPU."""
     top, numbers_y = 98, 254
     stages = [
         Stage(
@@ -84,7 +85,7 @@ def draw_cifar10() -> str:
 
 
 def draw_imagenet() -> str:
-    """Bytes until the last moment: read and decoded in workers, normalized on the GPU."""
+    """Bytes until the end: read and decoded in workers, normalized on the GPU."""
     tops = (98, 284)
     reading = [
         Stage(
@@ -152,8 +153,8 @@ def draw_imagenet() -> str:
         *draw_row(reading, 0, tops[0]),
         path(
             "task line",
-            f"M{end_x} {tops[0] + STAGE_HEIGHT + 2} V{between} H{start_x} V{tops[1] - 2}"
-            f" {arrow_head(start_x, tops[1] - 2, 1)}",
+            f"M{end_x} {tops[0] + STAGE_HEIGHT + 2} V{between} H{start_x} "
+            f"V{tops[1] - 2} {arrow_head(start_x, tops[1] - 2, 1)}",
         ),
         box("node", LEFT + 2 * STEP - 12, 258, 936 - LEFT - 2 * STEP + 12, 150),
         text("", LEFT + 2 * STEP, 276, "the rank's GPU"),
@@ -166,7 +167,7 @@ def draw_imagenet() -> str:
 
 
 def draw_row(stages: list[Stage], slot: int, y: int) -> list[str]:
-    """Return stages with arrows between them, the first one in the given slot of the row."""
+    """Return stages with arrows between them, the first one in this slot of the row."""
     shapes = []
     for i, stage in enumerate(stages, start=slot):
         x = LEFT + i * STEP

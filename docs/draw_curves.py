@@ -1,7 +1,8 @@
 """Draw the accuracy and the images/s of a run, epoch by epoch, from the log of its job.
 
-Without arguments, it draws curves.svg from curves.out, the log of a run that README.rst tells of. The
-picture takes the colour scheme of the page that shows it, as that of draw_ranks.py does.
+Without arguments, it draws curves.svg from curves.out, the log of a run that
+README.rst tells of. The picture takes the colour scheme of the page that shows it, as
+that of draw_ranks.py does.
 """
 
 import argparse
@@ -15,7 +16,8 @@ from draw_imagenet import WIDTH, picture
 from draw_ranks import box, path, text
 
 EPOCH = re.compile(
-    r"Epoch (\d+): train loss \S+ accuracy ([\d.]+)%, valid loss \S+ accuracy ([\d.]+)%, (\d+) images/s"
+    r"Epoch (\d+): train loss \S+ accuracy ([\d.]+)%, "
+    r"valid loss \S+ accuracy ([\d.]+)%, (\d+) images/s"
 )
 TEST = re.compile(r"Test loss \S+ accuracy ([\d.]+)%")
 # In pixels: where the plots are.
@@ -47,7 +49,8 @@ def main() -> None:
         sys.exit(f"draw_curves.py: error: {error}: name the slurm-NUMBER.out of a job")
     if not EPOCH.search(log):
         sys.exit(
-            f"draw_curves.py: error: {args.log} has no line of an epoch: did the job train?"
+            f"draw_curves.py: error: {args.log} has no line of an epoch: "
+            "did the job train?"
         )
     args.picture.write_text(draw(log, args.log.name), encoding="utf-8")
 
@@ -60,7 +63,8 @@ def draw(log: str, name: str) -> str:
     train, valid, rate = (
         {epoch: values[i] for epoch, values in epochs.items()} for i in range(3)
     )
-    # A job that was stopped between the end of an epoch and its line has trained nothing since its start.
+    # A job that was stopped between the end of an epoch and its line has trained
+    # nothing since its start.
     rate = {epoch: value for epoch, value in rate.items() if value}
     accuracies = [("gpu", "train", train), ("task", "valid", valid)]
     if test := TEST.search(log):
@@ -77,7 +81,10 @@ def draw(log: str, name: str) -> str:
 def plot(
     top: int, title: str, curves: list[tuple[str, str, dict]], epochs, lowest: float
 ) -> list[str]:
-    """Return a plot of curves, each with a kind, a name and values by epoch; the last value stands above."""
+    """Return a plot of curves, each with a kind, a name and values by epoch.
+
+    The last value stands above.
+    """
     highest = max(
         (value for _, _, curve in curves for value in curve.values()), default=1.0
     )
@@ -133,7 +140,7 @@ def plot(
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return four to eight round numbers, from no more than `low` to no less than `high`."""
+    """Return four to eight round numbers, from `low` or less to `high` or more."""
     span = high - low or 1
     power = 10 ** math.floor(math.log10(span / 4))
     step = next(
@@ -147,7 +154,8 @@ def ticks(low: float, high: float) -> list[float]:
 
 def circle(kind: str, x: float, y: float, words: str, radius: int = 3) -> str:
     """Return a circle that says what it is when a mouse is over it."""
-    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{words}</title></circle>'
+    where = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius}"'
+    return f'<circle class="{kind}" {where}><title>{words}</title></circle>'
 
 
 if __name__ == "__main__":

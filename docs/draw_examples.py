@@ -1,6 +1,7 @@
-"""Write a small picture of each example: the nodes, tasks, ranks and GPUs that its job.sh asks for.
+"""Write a small picture of each example: nodes, tasks, ranks and GPUs of its job.sh.
 
-The pictures take the colour scheme of the page that shows them, as that of draw_ranks.py does.
+The pictures take the colour scheme of the page that shows them,
+as that of draw_ranks.py does.
 """
 
 import functools
@@ -15,11 +16,14 @@ EXAMPLES = {
     "single_gpu": "single_gpu: one process, with one GPU",
     "multi_gpu": "multi_gpu: a process for each GPU of a node",
     "multi_node": "multi_node: a process for each GPU of several nodes",
-    "imagenet": "imagenet: workers that read pictures, and checkpoints on a shared disk",
+    "imagenet": (
+        "imagenet: workers that read pictures, and checkpoints on a shared disk"
+    ),
 }
 HOSTS = ("gpu01", "gpu02")
 
-# In pixels. The disks are on the outside, so that the all-reduce has only the tasks above it.
+# In pixels. The disks are on the outside, so that
+# the all-reduce has only the tasks above it.
 NODE_WIDTH, NODE_STEP, NODE_HEIGHT = 450, 462, 152
 DISK_WIDTH, TASKS_WIDTH, GAP = 74, 338, 6
 
@@ -84,7 +88,8 @@ def draw_example(example: str) -> str:
                 "center",
                 width / 2,
                 shared_y + 23,
-                "shared disk: the archives, copied once to each node, and the checkpoints that rank 0 writes",
+                "shared disk: the archives, copied once to each node, "
+                "and the checkpoints that rank 0 writes",
             ),
         ]
         shapes += [
@@ -95,7 +100,8 @@ def draw_example(example: str) -> str:
         shapes.append(
             path(
                 "task line",
-                f"M{left} {node_y + 60} H{x} V{shared_y - 2} {arrow_head(x, shared_y - 2, 1)}",
+                f"M{left} {node_y + 60} H{x} V{shared_y - 2} "
+                f"{arrow_head(x, shared_y - 2, 1)}",
             )
         )
         height = shared_y + 36 + 20
@@ -103,7 +109,10 @@ def draw_example(example: str) -> str:
 
 
 def draw_node(node: int, y: int, tasks: int, workers: str) -> list[str]:
-    """Return a node with its disk, its tasks and their GPUs; `workers` take the place of the local ranks."""
+    """Return a node with its disk, its tasks and their GPUs.
+
+    `workers` take the place of the local ranks.
+    """
     x = 24 + node * NODE_STEP
     shapes = [
         box("node", x, y, NODE_WIDTH, NODE_HEIGHT),

@@ -1,6 +1,7 @@
-"""Write staging.svg, checkpoints.svg and requeue.svg: what the imagenet job does with disks and with Slurm.
+"""Write staging.svg, checkpoints.svg and requeue.svg: imagenet's disks and requeues.
 
-The pictures take the colour scheme of the page that shows them, as that of draw_ranks.py does.
+The pictures take the colour scheme of the page that shows them,
+as that of draw_ranks.py does.
 """
 
 from pathlib import Path
@@ -72,7 +73,7 @@ def draw_staging() -> str:
 
 
 def draw_staged_node(host: str, y: int) -> list[str]:
-    """Return a node: its disk, with an archive and its index, and the workers of its ranks."""
+    """Return a node: its disk with an archive and its index, and its workers."""
     bar_x, bar_y, pieces = 318, y + 62, (34, 18, 46, 24, 38, 28, 20, 52, 30, 32)
     read = 3  # the picture that a worker wants
     row_y = bar_y + 86
@@ -86,7 +87,8 @@ def draw_staged_node(host: str, y: int) -> list[str]:
             "",
             318,
             y + 32,
-            f'disk of <tspan class="name">{host}</tspan>: <tspan class="name">DATA_DIR</tspan>',
+            f'disk of <tspan class="name">{host}</tspan>: '
+            '<tspan class="name">DATA_DIR</tspan>',
         ),
         text("small name", bar_x, bar_y - 7, "train.tar"),
         text("small right", 640, bar_y - 7, "as it was, picture after picture"),
@@ -171,7 +173,8 @@ def draw_checkpoints() -> str:
         ),
         path(
             "gpu line",
-            f"M{copy_x + 366} 180 V198 H250 V{folder_y - 2} {arrow_head(250, folder_y - 2, 1)}",
+            f"M{copy_x + 366} 180 V198 H250 V{folder_y - 2} "
+            f"{arrow_head(250, folder_y - 2, 1)}",
         ),
     ]
     for i, (kind, name, words) in enumerate(files):
@@ -211,7 +214,7 @@ def draw_checkpoints() -> str:
 
 
 def draw_requeue() -> str:
-    """The life of a job that is stopped before its time limit: who does what, from left to right."""
+    """Who does what when a job is stopped before its time limit, left to right."""
     lanes = {"Slurm": 74, "job.sh": 158, "main.py": 242}
     bars = [
         ("Slurm", 112, 70, "node", "queue"),
@@ -262,7 +265,8 @@ def draw_requeue() -> str:
         text("small center", 684, 318, "the checkpoint, on the shared disk"),
         path(
             "gpu line",
-            f"M523 {resume + 38} V298 H846 V{resume + 38} {arrow_head(846, resume + 38, -1)}",
+            f"M523 {resume + 38} V298 H846 V{resume + 38} "
+            f"{arrow_head(846, resume + 38, -1)}",
         ),
     ]
     return picture(336, "A job that goes on after its time limit", *shapes)

@@ -1,6 +1,7 @@
 """Write ranks.svg: the nodes, tasks, ranks and GPUs of the multi_node job.
 
-The picture takes the colour scheme of the page that shows it, and has its own background in case it cannot.
+The picture takes the colour scheme of the page that shows it,
+and has its own background in case it cannot.
 """
 
 from pathlib import Path
@@ -9,8 +10,8 @@ HOSTS = ("gpu01", "gpu02")
 TASKS_PER_NODE = 4
 WORLD_SIZE = len(HOSTS) * TASKS_PER_NODE
 
-# In pixels, from the top left corner. The second node is the first one upside down: both have their GPUs next
-# to the all-reduce, which lies between them.
+# In pixels, from the top left corner. The second node is the first one upside down:
+# both have their GPUs next to the all-reduce, which lies between them.
 WIDTH, HEIGHT = 960, 586
 ADDRESS_Y, ADDRESS_HEIGHT = 56, 34
 ALL_REDUCE_Y, ALL_REDUCE_HEIGHT = 318, 42
@@ -69,7 +70,8 @@ def draw() -> str:
             "center",
             TASKS_CENTER,
             ADDRESS_Y + 22,
-            f'<tspan class="name">MASTER_ADDR = {HOSTS[0]}</tspan>, the host of rank 0, where all ranks meet',
+            f'<tspan class="name">MASTER_ADDR = {HOSTS[0]}</tspan>, '
+            "the host of rank 0, where all ranks meet",
         ),
         arrow(
             "address", TASK_X + TASK_WIDTH / 2, ADDRESS_Y + ADDRESS_HEIGHT, TASK_Y[0]
@@ -79,7 +81,8 @@ def draw() -> str:
             "center",
             TASKS_CENTER,
             ALL_REDUCE_Y + 26,
-            f"NCCL all-reduce: in every step, DDP averages the gradients of all {WORLD_SIZE} ranks",
+            "NCCL all-reduce: in every step, DDP averages the gradients "
+            f"of all {WORLD_SIZE} ranks",
         ),
     ]
     return "\n".join(
@@ -159,7 +162,8 @@ def draw_disk(x: float, y: float) -> list[str]:
 
 
 def box(kind: str, x: float, y: float, width: float, height: float) -> str:
-    return f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8"/>'
+    size = f'width="{width:g}" height="{height:g}"'
+    return f'<rect class="{kind}" x="{x:g}" y="{y:g}" {size} rx="8"/>'
 
 
 def text(kind: str, x: float, y: float, words: str) -> str:

@@ -1,4 +1,4 @@
-"""Two files side by side: the lines that update_readmes.py's diff marks, and what is new in them."""
+"""Two files side by side: the lines that differ, and what is new in them."""
 
 import difflib
 import functools
@@ -13,7 +13,8 @@ from pygments.lexers import get_lexer_for_filename
 from pygments.token import STANDARD_TYPES
 from update_readmes import diff
 
-ALIKE = 0.4  # what two lines must have in common for one to be called a new version of the other
+# What two lines must have in common for one to be called a new version of the other.
+ALIKE = 0.4
 
 
 class Line(NamedTuple):
@@ -64,7 +65,10 @@ def read(path: Path) -> list[Line]:
 def pair_lines(
     old: list[Line], new: list[Line]
 ) -> Iterator[tuple[Line | None, Line | None]]:
-    """Pair the lines that have most in common, in order; the others stand beside each other as they come."""
+    """Pair the lines that have most in common, in order.
+
+    The others stand beside each other as they come.
+    """
     pairs = (
         (compare(a.text, b.text)[0], i, j)
         for i, a in enumerate(old)
@@ -81,7 +85,10 @@ def pair_lines(
 
 @functools.cache
 def compare(old: str, new: str) -> tuple[int, list[bool], list[bool]]:
-    """Return how many characters are the same, 0 if not enough, and of each character whether it changed."""
+    """Return how many characters are the same, and of each one whether it changed.
+
+    The number is 0 if they are not enough.
+    """
     words = [re.findall(r"\w+|\s+|.", text) for text in (old, new)]
     blocks = difflib.SequenceMatcher(None, *words, autojunk=False).get_matching_blocks()
     changed = [[True] * len(side) for side in words]

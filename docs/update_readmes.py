@@ -1,7 +1,8 @@
 """Fill the generated parts of the README files with what the examples' files say now.
 
-A generated part of a README.rst lies between two comment lines with the same words, `.. begin WORDS` and
-`.. end WORDS`. The words say what goes there; files are named from the README's own folder:
+A generated part of a README.rst lies between two comment lines with the same words,
+`.. begin WORDS` and `.. end WORDS`. The words say what goes there; files are named from
+the README's own folder:
 
     .. begin main.py                         the whole file
     .. begin main.py ../single_gpu/main.py   the whole file, as a diff on the second one
@@ -109,7 +110,7 @@ def code_block(readme_path: Path, words: str) -> list[str]:
 
 
 def diff(old: list[str], new: list[str]) -> list[str]:
-    """Return all the lines of both files, those of only one of them marked with - or +."""
+    """Return all lines of both files, those of only one of them marked with - or +."""
     lines = []
     for tag, old_start, old_end, new_start, new_end in difflib.SequenceMatcher(
         None, old, new
@@ -140,9 +141,8 @@ def read_help(script: Path) -> list[str]:
 
 
 def fail(readme_path: Path, message: str) -> None:
-    sys.exit(
-        f"update_readmes.py: error: {readme_path.parent.name}/{readme_path.name}: {message}"
-    )
+    name = f"{readme_path.parent.name}/{readme_path.name}"
+    sys.exit(f"update_readmes.py: error: {name}: {message}")
 
 
 if __name__ == "__main__":

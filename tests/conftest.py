@@ -1,4 +1,4 @@
-"""Fixtures: a clone of the repository, small archives, and a real Slurm cluster to run jobs on."""
+"""Fixtures: a clone of the repository, small archives, and a real Slurm cluster."""
 
 import multiprocessing
 import os
@@ -59,7 +59,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    # A shell ignores SIGINT in what it runs in the background, and so would every process started here.
+    # A shell ignores SIGINT in what it runs in the background,
+    # and so would every process started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -76,7 +77,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory) -> Path:
-    """The repository's files, as they are now, in a commit, in a folder with a space in its name."""
+    """The repository's files as they are now, in a commit; the path has a space."""
     path = tmp_path_factory.mktemp("a clone") / "pytorch on slurm"
     generated = shutil.ignore_patterns(
         ".git", ".venv", ".*_cache", "__pycache__", "data", "checkpoints", "slurm-*.out"
@@ -117,7 +118,8 @@ def archive(tmp_path_factory) -> Path:
 def cluster(pytestconfig, clone):
     """Three nodes with four GPUs each, on this machine."""
     if reason := slurm.missing_requirements():
-        # Where the README's test command has installed everything, nothing may be skipped.
+        # Where the README's test command has installed everything,
+        # nothing may be skipped.
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     read_end, write_end = os.pipe()
     writer = os.fdopen(write_end, "wb")
@@ -159,7 +161,7 @@ def user(jobs, tmp_path_factory) -> User:
 
 @pytest.fixture(autouse=True)
 def no_child_left():
-    """What a failed test has forked ends, or pytest would wait for it at its own end."""
+    """What a failed test forked ends, or pytest would wait for it at its own end."""
     before = set(multiprocessing.active_children())
     yield
     for child in set(multiprocessing.active_children()) - before:
@@ -169,7 +171,7 @@ def no_child_left():
 
 @pytest.fixture
 def nothing_left(jobs):
-    """A test leaves no job, and no job of its own a thing; if they do, the next test does not meet it."""
+    """A test leaves no job and no job's files for the next test to meet."""
     yield
     unfinished = jobs.unfinished()
     for job in unfinished:

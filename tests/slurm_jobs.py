@@ -34,14 +34,14 @@ class Result:
     job: str = ""
 
     def trained(self, world_size: int, batch_size: int, epochs: int = 1) -> None:
-        """Assert that the output tells of one whole training: its ranks, its samples, its lines."""
+        """Assert that the output tells of one whole training."""
         assert self.exit_code == 0, self
         assert self.state in ("", "COMPLETED"), self
         steps = TRAINING // (world_size * batch_size)
-        shares = f"{steps} steps an epoch, {world_size} x {batch_size} samples each, of {TRAINING}; "
-        counts = f"{VALIDATION} to validate, {TEST} to test"
+        shares = f"{steps} steps an epoch, {world_size} x {batch_size} samples each"
+        counts = f"of {TRAINING}; {VALIDATION} to validate, {TEST} to test"
         assert re.findall(r"^World size .*", self.output, re.MULTILINE) == [
-            f"World size {world_size}: {shares}{counts}"
+            f"World size {world_size}: {shares}, {counts}"
         ], self
         assert EPOCH_LINE.findall(self.output) == [str(i + 1) for i in range(epochs)], (
             self
@@ -54,17 +54,19 @@ class Result:
         assert self.output.count("training on the CPU") == 1, self
 
     def __str__(self) -> str:
-        return f"job {self.job} {self.state}, exit code {self.exit_code}, output:\n{self.output}"
+        ended = f"job {self.job} {self.state}, exit code {self.exit_code}"
+        return f"{ended}, output:\n{self.output}"
 
 
 class Jobs:
-    """Runs jobs and commands on the cluster, as a user in a folder of the clone does."""
+    """Runs jobs and commands on the cluster, as a user in a folder of the clone."""
 
     def __init__(self, cluster: slurm.Cluster, clone: Path, archive: Path, logs: Path):
         self.cluster = cluster
         self.clone = clone
         self.logs = logs
-        # The variables of an environment that is active here would lead uv away from the clone's own.
+        # The variables of an environment that is active here would lead uv away
+        # from the clone's own.
         outside = ("SLURM", "UV_", "VIRTUAL_ENV", "MASTER_", "PYTHON", "COLUMNS")
         self.env = {
             name: value
@@ -74,7 +76,8 @@ class Jobs:
         self.env |= cluster.env | {
             "CIFAR10_ARCHIVE": str(archive),
             "PYTHONPATH": str(REPOSITORY / "tests" / "any_checksum"),
-            # Slurm binds the first task on a node to its first CPU: here, of all nodes to the same one.
+            # Slurm binds the first task on a node to its first CPU:
+            # here, of all nodes to the same one.
             "SLURM_CPU_BIND": "none",
         }
 
@@ -123,7 +126,8 @@ class Jobs:
             if time.monotonic() > deadline:
                 self.run(["scancel", job])
                 raise TimeoutError(
-                    f"job {job} still {info['JobState']} after {timeout} s:\n{self.log(job)}"
+                    f"job {job} still {info['JobState']} after {timeout} s:\n"
+                    f"{self.log(job)}"
                 )
             time.sleep(0.2)
         return Result(
@@ -139,7 +143,7 @@ class Jobs:
         return self.wait(self.submit(folder, *arguments, **env))
 
     def cancel(self, job: str) -> Result:
-        """Cancel a job, and remove what job.sh then leaves, as it says, in the folder that it has made."""
+        """Cancel a job, and remove what job.sh, as it says, then leaves behind."""
         self.run(["scancel", job])
         result = self.wait(job)
         for node in self.cluster.nodes:
@@ -156,7 +160,7 @@ class Jobs:
         return int(self.show(result.job)["NumNodes"])
 
     def unfinished(self) -> list[str]:
-        """Return the jobs that wait or run, once those that Slurm is ending have ended, or wait again."""
+        """Return the jobs that wait or run, once Slurm is no longer ending any."""
 
         def listed(*states: str) -> list[str]:
             result = self.run(
@@ -171,7 +175,7 @@ class Jobs:
         return listed("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED")
 
     def leftovers(self) -> list[str]:
-        """Return what jobs have left on the nodes, after Slurm has had some time to clean up."""
+        """Return what jobs have left on the nodes, after some time to clean up."""
         deadline = time.monotonic() + 15
         while (left := self.on_nodes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -180,7 +184,8 @@ class Jobs:
     def on_nodes(self) -> list[str]:
         """Return the processes and the temporary files that are on the nodes now."""
         found = []
-        # Folders of the machine are mounted there (see cluster.py). One that it has removed since is empty.
+        # Folders of the machine are mounted there (see cluster.py).
+        # One that it has removed since is empty.
         files = """for f in /tmp/* /tmp/.[!.]* /dev/shm/*; do
             [ ! -e "$f" ] || mountpoint -q "$f" || find "$f" -maxdepth 1
         done"""
@@ -220,8 +225,9 @@ TWO = ["--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=2
 TINY = "--model=shufflenet_v2_x0_5 --image-size=32 --batch-size=5 --workers=1".split()
 EPOCHS = ["--epochs=2"]
 IMAGENET_EPOCH_LINE = re.compile(
-    r"^Epoch (\d+): train loss (\d+\.\d{3}) accuracy (\d+\.\d\d)%, valid loss (\d+\.\d{3}) "
-    r"accuracy (\d+\.\d\d)%, \d+ images/s, \d+% waiting for data(?:, (\d+) requeues to go)?$",
+    r"^Epoch (\d+): train loss (\d+\.\d{3}) accuracy (\d+\.\d\d)%, "
+    r"valid loss (\d+\.\d{3}) accuracy (\d+\.\d\d)%, "
+    r"\d+ images/s, \d+% waiting for data(?:, (\d+) requeues to go)?$",
     re.MULTILINE,
 )
 WEIGHTS_LINE = re.compile(
@@ -230,7 +236,7 @@ WEIGHTS_LINE = re.compile(
 
 
 def every_case(*cases) -> list:
-    """Return the cases of a test: the first one runs always, the others with --every-case."""
+    """Return a test's cases: the first runs always, the others with --every-case."""
     return [
         cases[0],
         *(
@@ -243,11 +249,12 @@ def every_case(*cases) -> list:
 
 
 def weights(result: Result, state: str = "COMPLETED", pictures: int = PICTURES) -> str:
-    """Assert that a job has trained to its end, on so many pictures; return the SHA-256 of its weights."""
+    """Assert that a job has trained to its end; return the SHA-256 of its weights."""
     assert (result.exit_code, result.state) == (0, state), result
     epochs = IMAGENET_EPOCH_LINE.findall(result.output)
     assert epochs, result
-    # An epoch that was stopped while it was validated is told of again, in the same words.
+    # An epoch that was stopped while it was validated
+    # is told of again, in the same words.
     told = {epoch: numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)}
     assert all(
         told[epoch] == numbers for epoch, *numbers in (epoch[:5] for epoch in epochs)
@@ -319,7 +326,7 @@ class User(Jobs):
         return found
 
     def until_pending(self, job: str, process: int, number: signal.Signals) -> None:
-        """Wait until a signal has reached a stopped process, which takes it when it goes on."""
+        """Wait until a stopped process has a signal, which it takes when it goes on."""
 
         def pending() -> int:
             status = Path(f"/proc/{process}/status").read_text()
@@ -336,7 +343,7 @@ class User(Jobs):
     def kill(
         self, node: str, text: str, number=signal.SIGKILL, age: str = "--oldest"
     ) -> int:
-        """Signal a Python process on a node that has this text in its command line; 0 if it is there."""
+        """Signal a node's Python process by text of its command; 0 if it is there."""
         command = [
             "pkill",
             f"-{number.value}",
@@ -347,7 +354,7 @@ class User(Jobs):
         return self.run([*self.cluster.namespaces(node), *command]).exit_code
 
     def pid(self, node: str, text: str) -> int:
-        """Return the number that the oldest such process on a node has on this machine."""
+        """Return the number on this machine of the oldest such process."""
         init = self.cluster.namespaces(node)[2]
         command = [
             "pgrep",
@@ -362,7 +369,7 @@ class User(Jobs):
         return int(self.run(command).output)
 
     def stop_in_a_save(self, job: str) -> int:
-        """Stop rank 0, on node1, while it writes a checkpoint; return its number on this machine."""
+        """Stop rank 0, on node1, while it writes a checkpoint; return its number."""
         self.until(job, "^World size")
         rank = self.pid("node1", "main.py")
         while True:

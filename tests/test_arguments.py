@@ -1,6 +1,7 @@
-"""What main.py says about its options, and about what it cannot work with: one line, and no traceback.
+"""What main.py says about its options, and about what it cannot work with.
 
-Nothing here trains. Python needs seconds to import torch, so that every test starts its runs side by side.
+That is one line, and no traceback. Nothing here trains. Python needs seconds to import
+torch, so that every test starts its runs side by side.
 """
 
 import os
@@ -44,7 +45,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module", autouse=True)
 def keep_bytecode(tmp_path_factory):
-    """Keep compiled modules even where the environment says not to: they halve the time to start."""
+    """Keep compiled modules, whatever the environment says: they halve the start."""
     if "PYTHONDONTWRITEBYTECODE" not in os.environ:
         yield
         return
@@ -122,7 +123,7 @@ def read_options(help_text: str) -> dict[str, str]:
 
 
 def test_help():
-    """--help fits into 80 columns, and names the same options with their defaults for every example."""
+    """--help fits into 80 columns; every example has the same options and defaults."""
     # Where Slurm gives the job a disk of its own, the data are looked for there.
     local = {"env": {"SLURM_TMPDIR": "/local/7"}}
     runs = start_all({example: ((example, "--help"), local) for example in EXAMPLES})
@@ -176,7 +177,7 @@ def test_bad_values():
 
 
 def test_batch_larger_than_the_training_set():
-    """A batch size for which there are too few pictures is refused, with both numbers."""
+    """A batch size with too few pictures for it is refused, with both numbers."""
     runs = {
         example: ((example, "--synthetic", "--batch-size", "5000"), {})
         for example in ("single_gpu", "multi_node")
@@ -191,7 +192,7 @@ def test_batch_larger_than_the_training_set():
 
 
 def test_no_data_and_no_network(tmp_path):
-    """On a node without a network, one line says where the data were looked for, and what to do."""
+    """Without a network, one line says where the data were sought, and what to do."""
     without_network = ("unshare", "--net")
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("cutting a process off the network takes root and unshare")
@@ -225,7 +226,7 @@ def test_no_data_and_no_network(tmp_path):
 
 
 def change(**changes: str | None) -> dict:
-    """Return the variables of a task of srun's with these changes; None takes one away."""
+    """Return the variables of srun's task with these changes; None takes one away."""
     return {
         name: value for name, value in (TASK | changes).items() if value is not None
     }
@@ -233,7 +234,7 @@ def change(**changes: str | None) -> dict:
 
 @pytest.mark.parametrize("example", DISTRIBUTED)
 def test_wrong_slurm_variables(example):
-    """Where Slurm's variables make no sense, one line says so, and no task waits for the others."""
+    """Where Slurm's variables make no sense, one line says so, and no task waits."""
     cases = {
         "SLURM_PROCID is abc": change(SLURM_PROCID="abc"),
         "SLURM_PROCID is missing": change(SLURM_PROCID=None),
@@ -250,7 +251,7 @@ def test_wrong_slurm_variables(example):
 
 @pytest.mark.parametrize("example", DISTRIBUTED)
 def test_started_without_srun(example):
-    """In the batch script or in salloc's shell, one line says to use srun, instead of a wait without end."""
+    """In the batch script or salloc's shell, one line says to use srun."""
     cases = {
         "batch script": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
         "salloc's shell in a step": change(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0"),

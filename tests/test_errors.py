@@ -1,4 +1,7 @@
-"""What a user sees when something is wrong: one clear line, soon, and a job that failed and left nothing."""
+"""What a user sees when something is wrong.
+
+One clear line, soon, and a job that failed and left nothing.
+"""
 
 import re
 import subprocess
@@ -15,7 +18,7 @@ SYNTHETIC = ["--synthetic", "--epochs", "1", "--batch-size", "4"]
 def assert_failed(
     result, message: str, times: int | None = None, node: str = ""
 ) -> None:
-    """Assert that a job failed and said why, before Slurm's own messages and without a traceback."""
+    """Assert that a job failed and said why, before Slurm did, without a traceback."""
     assert result.exit_code != 0, result
     assert result.state in ("", "FAILED"), result
     lines = result.output.splitlines()
@@ -32,7 +35,10 @@ def assert_failed(
 
 
 def test_no_data_and_no_network(jobs):
-    """The nodes have no way to the internet. Every node would look; rank 0 says so and that ends the job."""
+    """The nodes have no way to the internet.
+
+    Every node would look; rank 0 says so and that ends the job.
+    """
     start = time.monotonic()
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
     result = jobs.sbatch("multi_node", *flags, "job.sh", CIFAR10_ARCHIVE="")
@@ -55,7 +61,10 @@ def test_truncated_archive(jobs, archive, tmp_path, folder, nodes):
     cut.write_bytes(archive.read_bytes()[:20000])
     result = jobs.sbatch(folder, *SMALL, "job.sh", CIFAR10_ARCHIVE=str(cut))
     for node in nodes:
-        message = rf"^job.sh: error: cannot unpack CIFAR10_ARCHIVE={cut} on {node}: is it whole\?$"
+        message = (
+            rf"^job.sh: error: cannot unpack CIFAR10_ARCHIVE={cut} on {node}: "
+            r"is it whole\?$"
+        )
         assert_failed(result, message, times=1, node=node)
     assert "World size" not in result.output
 
@@ -75,7 +84,8 @@ def test_started_without_srun(jobs, folder, shell):
         )
     assert_failed(
         result,
-        "^main.py: error: this is none of the 2 tasks of the job: start main.py with srun$",
+        "^main.py: error: this is none of the 2 tasks of the job: "
+        "start main.py with srun$",
         times=1,
     )
 
@@ -114,14 +124,17 @@ def test_single_gpu_as_several_tasks(jobs):
     """Each would train the same."""
     flags = [*SMALL, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2"]
     result = jobs.sbatch("single_gpu", *flags, "job.sh", *SYNTHETIC)
-    line = "^main.py: error: this example is a single process: start it as one task, or use multi_gpu$"
+    line = (
+        "^main.py: error: this example is a single process: "
+        "start it as one task, or use multi_gpu$"
+    )
     assert_failed(result, line)
     assert "Epoch" not in result.output, result
 
 
 @pytest.mark.parametrize("folder", ["multi_node", "imagenet"])
 def test_no_cpus_per_task(jobs, tmp_path, folder):
-    """job.sh may have lost a line that it needs, or there may be a cluster where nobody gives it."""
+    """A line that job.sh needs may have been lost, or be missing on some cluster."""
     script = (jobs.clone / folder / "job.sh").read_text()
     without = re.sub("#SBATCH --cpus-per-task=.*\n", "", script)
     assert without != script
@@ -146,7 +159,8 @@ def test_wrong_interface(jobs):
     )
     assert_failed(
         result,
-        "^main.py: error: rank . of 2 on node1, with no GPU, .*Unable to find address for: eth7",
+        "^main.py: error: rank . of 2 on node1, with no GPU, "
+        ".*Unable to find address for: eth7",
     )
     assert "Traceback" not in result.output, result
 
@@ -170,7 +184,10 @@ def test_gpus_per_task(jobs, folder, script):
     ]
     result = jobs.sbatch(folder, *flags, script, *SYNTHETIC)
     # Each rank says so, unless the end of the other one was faster.
-    says = "main.py: error: rank ([01]) of node1 has no GPU to itself: .*--gpus-per-node, no --gpus-per-task"
+    says = (
+        "main.py: error: rank ([01]) of node1 has no GPU to itself: "
+        ".*--gpus-per-node, no --gpus-per-task"
+    )
     assert_failed(result, says)
     assert len(ranks := re.findall(says, result.output)) == len(set(ranks)), result
 
@@ -188,7 +205,10 @@ def test_global_batch_larger_than_the_training_set(jobs):
 
 def test_port_taken(jobs):
     """A stranger listens where rank 0 wants to."""
-    listen = "import socket; s = socket.create_server(('', 23456)); print('ready', flush=True); input()"
+    listen = (
+        "import socket; s = socket.create_server(('', 23456)); "
+        "print('ready', flush=True); input()"
+    )
     stranger = subprocess.Popen(
         [*jobs.cluster.namespaces("node1"), "python3", "-c", listen],
         stdin=subprocess.PIPE,
@@ -208,7 +228,8 @@ def test_port_taken(jobs):
         )
         assert_failed(
             result,
-            "^main.py: error: rank 0 of 2 on node1, .* MASTER_ADDR=node1, MASTER_PORT=23456, .*in use",
+            "^main.py: error: rank 0 of 2 on node1, "
+            ".* MASTER_ADDR=node1, MASTER_PORT=23456, .*in use",
         )
         assert time.monotonic() - start < 60
     finally:
@@ -216,7 +237,7 @@ def test_port_taken(jobs):
 
 
 def test_nobody_at_master_addr(jobs):
-    """Rank 0 notices at once that it cannot be found there, and its end is that of the others."""
+    """Rank 0 notices at once that it cannot be found there; its end is everyone's."""
     address = (
         re.search(
             r"NodeAddr=(\S+)\.\d+ ", (jobs.cluster.state / "slurm.conf").read_text()
@@ -239,7 +260,8 @@ def test_nobody_at_master_addr(jobs):
     result = jobs.run(["salloc", *SMALL, *flags, *command], "multi_node", **env)
     assert_failed(
         result,
-        f"^main.py: error: rank 0 of 2 .* cannot join the others at MASTER_ADDR={address},",
+        "^main.py: error: rank 0 of 2 .* cannot join the others "
+        f"at MASTER_ADDR={address},",
         times=1,
     )
     assert time.monotonic() - start < 60
@@ -250,8 +272,14 @@ NEVER_COMES = every_case(("imagenet", ["--timeout=20"], 110), ("multi_node", [],
 
 @pytest.mark.parametrize("folder, options, seconds", NEVER_COMES)
 def test_rank_0_never_comes(jobs, folder, options, seconds):
-    """The others give up and say where they looked: c10d tries for as long as the timeout, twice."""
-    script = '[ $SLURM_PROCID = 0 ] && exec sleep 1000; exec uv run --no-sync python main.py "$@"'
+    """The others give up and say where they looked.
+
+    c10d tries for as long as the timeout, twice.
+    """
+    script = (
+        "[ $SLURM_PROCID = 0 ] && exec sleep 1000; "
+        'exec uv run --no-sync python main.py "$@"'
+    )
     flags = ["--nodelist=node[2-3]", "--ntasks=2", "--gpus-per-node=2"]
     start = time.monotonic()
     command = [

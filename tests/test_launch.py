@@ -1,4 +1,7 @@
-"""Every way to start the examples, on real nodes: what ran, on how many ranks, and what it left behind."""
+"""Every way to start the examples, on real nodes.
+
+What ran, on how many ranks, and what it left behind.
+"""
 
 import re
 import shlex
@@ -90,7 +93,7 @@ def test_compile(jobs, tmp_path):
 
 @pytest.mark.parametrize("job", ["job.sh", "job_torchrun.sh"])
 def test_uneven_nodes(jobs, job):
-    """Three GPUs of the job are on one node and one is on the other; so are the processes."""
+    """The job has three GPUs on one node and one on the other; so are the processes."""
     flags = [*SMALL, "--nodes=2", "--ntasks=4", "--gpus=4", "--cpus-per-task=1"]
     script = (
         f"scontrol show --detail job $SLURM_JOB_ID; bash {job} {' '.join(ONE_EPOCH)}"
@@ -113,7 +116,7 @@ def test_epochs_and_arguments_with_spaces(jobs, archive):
 
 
 def test_variables_by_sbatch_export(jobs, archive):
-    """Slurm would keep the tasks to the variables that --export names, and so from those that job.sh sets."""
+    """Slurm would give the tasks what --export names, and nothing that job.sh sets."""
     export = f"--export=PATH,HOME,PYTHONPATH,CIFAR10_ARCHIVE={archive}"
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
     result = jobs.sbatch(
@@ -126,7 +129,10 @@ def test_variables_by_sbatch_export(jobs, archive):
     "folder, last_line", [("multi_node", "Test loss"), ("imagenet", "Weights SHA-256")]
 )
 def test_sbatch_in_a_job(jobs, folder, last_line):
-    """The shell that calls sbatch has other memory, CPUs and GPUs, and Slurm passes its variables on."""
+    """The shell that calls sbatch has other memory, CPUs and GPUs.
+
+    Slurm passes its variables on.
+    """
     terminal = [
         "salloc",
         "--nodes=1",
@@ -166,8 +172,12 @@ def test_sbatch_in_a_job(jobs, folder, last_line):
     submitted = jobs.run([*terminal, *inherited, *sbatch], folder, **env)
     result = jobs.wait(re.search(r"^\d+$", submitted.output, re.MULTILINE)[0])
     assert result.state == "COMPLETED", result
-    # What srun says where the controller has not yet noted that the step before has ended.
-    busy = r"srun: (Job \d+ step creation temporarily disabled, retrying|Step created for job)"
+    # What srun says where the controller has not yet noted
+    # that the step before has ended.
+    busy = (
+        r"srun: (Job \d+ step creation temporarily disabled, retrying|"
+        r"Step created for job)"
+    )
     lines = [line for line in result.output.splitlines() if not re.match(busy, line)]
     assert lines[-1].startswith(last_line), result
     assert not [line for line in lines if "srun: " in line], result
@@ -175,7 +185,7 @@ def test_sbatch_in_a_job(jobs, folder, last_line):
 
 @pytest.mark.parametrize("folder", ["single_gpu", "imagenet"])
 def test_job_that_submits_the_next(jobs, user, folder, tmp_path):
-    """A job has a folder of its own under /tmp, also one that another job submits at its end."""
+    """A job has a folder of its own under /tmp, also one that another job submits."""
     arguments, runs = (
         ([*TINY, "--epochs=1"], user) if folder == "imagenet" else (ONE_EPOCH, jobs)
     )
@@ -204,7 +214,7 @@ def test_two_jobs_at_once_on_one_node(jobs):
 
 
 def test_slurm_tmpdir_of_the_cluster(jobs):
-    """Data goes where the cluster says, on every node, and the folder is the cluster's to remove."""
+    """Data goes where the cluster says, on every node, and stays for it to remove."""
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
     result = jobs.sbatch(
         "multi_node", *flags, "job.sh", *ONE_EPOCH, SLURM_TMPDIR="/tmp/local disk"
@@ -218,7 +228,7 @@ def test_slurm_tmpdir_of_the_cluster(jobs):
 
 
 def test_progress_bar_in_a_terminal(jobs, archive):
-    """Under `srun --pty` there is a bar while an epoch lasts, and then the epoch's line on its own."""
+    """Under `srun --pty`, an epoch has a bar, which gives way to the epoch's line."""
     command = [
         "salloc",
         *SMALL,

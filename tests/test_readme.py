@@ -1,4 +1,4 @@
-"""The README files say what the files say, render without a warning, and the diffs stay small."""
+"""The READMEs say what the files say, and render; the diffs stay small."""
 
 import re
 import subprocess
@@ -122,7 +122,7 @@ def test_pages_render_without_a_warning(path, tmp_path):
     ids=lambda p: str(p.relative_to(REPOSITORY)),
 )
 def test_no_row_of_a_table_is_torn(path):
-    """In a simple table, a second line of text in the first column begins another row."""
+    """In a simple table, more text in the first column begins another row."""
     page = docutils.core.publish_doctree(
         path.read_text(), settings_overrides={"report_level": 5}
     )

@@ -1,7 +1,7 @@
 """What the training functions of the examples compute, alone and on 2, 3 and 4 ranks.
 
-The shipped main.py files run as they are: every rank is a process of its own, in a real process group (gloo)
-on this machine's CPU. Only the model and the pictures are small.
+The shipped main.py files run as they are: every rank is a process of its own, in a real
+process group (gloo) on this machine's CPU. Only the model and the pictures are small.
 """
 
 import argparse
@@ -32,7 +32,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = ("single_gpu", "multi_gpu", "multi_node")
 DISTRIBUTED = ("multi_gpu", "multi_node")
 
-# A prime: 2, 3 and 4 ranks cannot share the samples evenly. Of 12 a step, 7 are left over.
+# A prime: 2, 3 and 4 ranks cannot share the samples evenly.
+# Of 12 a step, 7 are left over.
 SAMPLES = 103
 GLOBAL_BATCH_SIZE = 12
 STEPS = 8
@@ -59,8 +60,9 @@ def load_example(name: str) -> ModuleType:
 
 
 def run_ranks(example: str, world_size: int, work, *args) -> list:
-    """Return, in the order of the ranks, what `work(main, *args)` returned on each of them."""
-    # Every rank is forked from a process that has imported all this once; importing takes seconds.
+    """Return what `work(main, *args)` returned on each rank, in their order."""
+    # Every rank is forked from a process that has imported all this once;
+    # importing takes seconds.
     multiprocessing.set_forkserver_preload(
         ["pytest", "torch._dynamo", "torch.profiler", "torchvision", "tqdm"]
     )
@@ -85,7 +87,8 @@ def run_rank(
         if name.startswith(("SLURM_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE")):
             del os.environ[name]
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    # What srun would tell this rank, for main(), which joins the process group by itself.
+    # What srun would tell this rank, for main(),
+    # which joins the process group by itself.
     os.environ |= {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
@@ -119,7 +122,7 @@ def wrap(model: nn.Module) -> nn.Module:
 
 
 class NormModel(nn.Sequential):
-    """A convolution and a BatchNorm, with statistics that are not the ones it starts from."""
+    """A convolution and a BatchNorm, with other statistics than it starts from."""
 
     def __init__(self):
         super().__init__(
@@ -136,7 +139,10 @@ class NormModel(nn.Sequential):
 
 
 class ExactModel(nn.Sequential):
-    """A convolution without BatchNorm. It computes in float32: bfloat16 would hide differences below 1%."""
+    """A convolution without BatchNorm.
+
+    It computes in float32: bfloat16 would hide differences below 1%.
+    """
 
     def __init__(self):
         super().__init__(
@@ -153,7 +159,7 @@ class ExactModel(nn.Sequential):
 
 
 class RecordingModel(nn.Module):
-    """Keeps every batch that it is given, and knows the class of the pictures of `draw_marked`."""
+    """Keeps every batch it is given; knows the class of `draw_marked`'s pictures."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +172,10 @@ class RecordingModel(nn.Module):
 
 
 def draw_marked(main: ModuleType):
-    """Return pictures with 1 + the sample's number in red, 1 + the row in green, 1 + the column in blue."""
+    """Return pictures that tell of each pixel where it is from.
+
+    Red is 1 + the sample's number, green 1 + the row, and blue 1 + the column.
+    """
     sample, line = torch.arange(SAMPLES), torch.arange(32)
     images = torch.empty(SAMPLES, 3, 32, 32, dtype=torch.uint8)
     images[:, 0] = 1 + sample[:, None, None]
@@ -176,7 +185,7 @@ def draw_marked(main: ModuleType):
 
 
 def read_samples(images: Tensor) -> Tensor:
-    """Return which samples these cropped, flipped and normalized pictures of `draw_marked` are."""
+    """Return which samples these pictures, augmented from `draw_marked`'s, are."""
     pixels = (255 * (images.double() * STD + MEAN)).round()
     return pixels[:, 0].amax(dim=(1, 2)).long() - 1
 
@@ -224,7 +233,7 @@ def test_evaluation_does_not_depend_on_the_ranks(example, world_size):
 
 
 def test_evaluation_is_what_plain_code_computes():
-    """The reported loss and accuracy are the mean over all samples, each taken by itself."""
+    """The reported loss and accuracy are means over the samples, each by itself."""
     main = load_example("single_gpu")
     torch.manual_seed(0)
     model, data = NormModel().eval(), cut_synthetic(main, SAMPLES)
@@ -240,7 +249,7 @@ def test_evaluation_is_what_plain_code_computes():
 
 
 def count_uneven_batches(main: ModuleType) -> dict:
-    """Measure 22 samples in batches of 5, 5, 3, 5 and 4, shared where there are two ranks."""
+    """Measure 22 samples in batches of 5, 5, 3, 5 and 4; two ranks share them."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(22, 10, generator=generator).bfloat16()
     labels = torch.randint(10, (22,), generator=generator)
@@ -268,7 +277,10 @@ def count_uneven_batches(main: ModuleType) -> dict:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_metrics_are_averaged_over_samples(example):
-    """A small last batch weighs by its samples, and a sample too many or too few stops the run."""
+    """A small last batch weighs by its samples.
+
+    A sample too many or too few stops the run.
+    """
     for outcome in run_ranks(
         example, 2 if example in DISTRIBUTED else 1, count_uneven_batches
     ):
@@ -281,7 +293,7 @@ def test_metrics_are_averaged_over_samples(example):
 
 
 def record(main: ModuleType) -> dict:
-    """Train for an epoch, and return the batches that the model was given and the metrics."""
+    """Train for an epoch; return the batches the model was given, and the metrics."""
     model = RecordingModel()
     optimizer, scheduler = build_optimizer(main, model, STEPS)
     data = to_train_on(main, draw_marked(main))
@@ -302,7 +314,7 @@ def record_alone() -> dict:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("example", DISTRIBUTED)
 def test_ranks_share_every_global_batch(example, world_size):
-    """Any number of GPUs trains on the same pictures, equally cropped and flipped, in the same steps."""
+    """Any number of GPUs trains on the same augmented pictures, in the same steps."""
     alone = record_alone()
     ranks = run_ranks(example, world_size, record)
     assert [len(rank["batches"]) for rank in ranks] == [STEPS] * world_size
@@ -311,7 +323,8 @@ def test_ranks_share_every_global_batch(example, world_size):
         assert [len(share) for share in shares] == [
             GLOBAL_BATCH_SIZE // world_size
         ] * world_size
-        # A picture's marks tell its sample, crop and flip: equal pictures are equal draws.
+        # A picture's marks tell its sample, crop and flip:
+        # equal pictures are equal draws.
         pictures = sorted(picture.numpy().tobytes() for picture in torch.cat(shares))
         assert pictures == sorted(picture.numpy().tobytes() for picture in alone_batch)
     for rank in ranks:
@@ -319,20 +332,24 @@ def test_ranks_share_every_global_batch(example, world_size):
 
 
 def test_an_epoch_has_every_sample_once():
-    """No sample is trained on twice in an epoch; only the last, incomplete global batch is left out."""
+    """No sample is trained on twice in an epoch.
+
+    Only the last, incomplete global batch is left out.
+    """
     alone = record_alone()
     assert [len(batch) for batch in alone["batches"]] == [GLOBAL_BATCH_SIZE] * STEPS
     assert (
         len(set(read_samples(torch.cat(alone["batches"])).tolist()))
         == STEPS * GLOBAL_BATCH_SIZE
     )
-    # The model knows every picture's class, so that it is always right if pictures and labels stay together.
+    # The model knows every picture's class, so that it is always right
+    # if pictures and labels stay together.
     assert alone["metrics"][1] == 1
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_crop_and_flip_are_what_plain_code_makes(example):
-    """A training picture is the one drawn: zeros 4 wide around it, flipped, cut at the edges drawn."""
+    """A training picture is padded with 4 zeros, flipped, and cut where drawn."""
     recorded = (
         record_alone() if example == "single_gpu" else run_ranks(example, 1, record)[0]
     )
@@ -355,7 +372,10 @@ def test_crop_and_flip_are_what_plain_code_makes(example):
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_normalize(example):
-    """Colours at CIFAR-10's mean become 0, one standard deviation above it 1, as float32 in channels_last."""
+    """Colours at CIFAR-10's mean become 0, one standard deviation above it 1.
+
+    They are float32 in channels_last.
+    """
     main = load_example(example)
     values = (
         torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
@@ -376,7 +396,7 @@ def test_normalize(example):
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_draw_epoch(example):
-    """Every epoch and every seed has its own order, crops and flips, the same ones each time it is run."""
+    """Every epoch and every seed has its own draws, the same ones in every run."""
     draw_epoch = load_example(example).draw_epoch
     arguments = [(0, 1), (0, 2), (1, 0), (1, 1), (2, 1)]
     draws = {pair: draw_epoch(1000, *pair) for pair in arguments}
@@ -409,7 +429,7 @@ def learn(main: ModuleType, build, learning_rate: float) -> tuple[dict, dict]:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("example", DISTRIBUTED)
 def test_ranks_agree_after_training(example, world_size):
-    """After an epoch every rank has the same parameters and BatchNorm statistics, bit for bit."""
+    """After an epoch all ranks have the same parameters and statistics, bit for bit."""
     ranks = run_ranks(example, world_size, learn, NormModel, 1.0)
     before, first = ranks[0]
     assert first["1.num_batches_tracked"] == 4
@@ -420,7 +440,7 @@ def test_ranks_agree_after_training(example, world_size):
 
 
 def relative_change(states: tuple[dict, dict], reference: tuple[dict, dict]) -> float:
-    """Return how far these parameters ended from the reference's, in units of how far that one went."""
+    """Return how far these are from the reference, in units of how far it went."""
     before, after = (
         nn.utils.parameters_to_vector(state.values()) for state in reference
     )
@@ -438,9 +458,10 @@ def learn_alone() -> tuple[dict, dict]:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("example", DISTRIBUTED)
 def test_ranks_take_the_steps_of_one(example, world_size):
-    """Two GPUs with half the batch each learn what one learns from the whole batch (BatchNorm aside)."""
+    """BatchNorm aside, two GPUs with half the batch each learn what one learns."""
     for states in run_ranks(example, world_size, learn, ExactModel, 10.0):
-        # Seen: 4e-7. With gradients summed, not averaged: 0.9. Without DDP, or on equal shares: 0.7.
+        # Seen: 4e-7. With gradients summed, not averaged: 0.9.
+        # Without DDP, or on equal shares: 0.7.
         assert relative_change(states, learn_alone()) < 1e-4
 
 
@@ -467,7 +488,7 @@ def learn_rates(main: ModuleType, global_batch_size: int) -> dict:
 @pytest.mark.parametrize("global_batch_size", [8, 32])
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_learning_rate(example, global_batch_size):
-    """The peak is --learning-rate per 256 samples of a step, and the very last step has the lowest rate."""
+    """The rate peaks at --learning-rate per 256 samples, and is lowest in the end."""
     world_size = 2 if example in DISTRIBUTED else 1
     for learned in run_ranks(example, world_size, learn_rates, global_batch_size):
         rates, peak = learned["rates"], 0.4 * global_batch_size / 256
@@ -512,7 +533,7 @@ class CallCounter(TorchFunctionMode):
 
 
 def count_calls(work) -> dict:
-    """Run `work()` and count the collectives, and what makes Python wait for a tensor's values."""
+    """Run `work()`; count the collectives, and the waits for a tensor's values."""
     with (
         torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU]
@@ -532,7 +553,7 @@ def count_calls(work) -> dict:
 
 
 def count_steps(main: ModuleType, steps: int) -> dict:
-    """Count what so many steps of training, of evaluating and of bare DDP call, and what `average` does."""
+    """Count what so many steps of train, evaluate and bare DDP call, and `average`."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     data = cut_synthetic(main, steps * GLOBAL_BATCH_SIZE)
     train_set = to_train_on(main, data)
@@ -565,12 +586,13 @@ def count_2_and_6_steps(main: ModuleType) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_steps_neither_wait_nor_talk(example):
-    """No step reads a tensor's value or runs a collective beyond DDP's own: both would make every GPU wait.
+    """No step reads a tensor's value or runs a collective beyond DDP's own.
 
-    This counts, on the CPU, Python's calls (`.item()`, `.tolist()`, `if tensor`) and the operators that hand
-    a value to Python, those of the optimizer and the scheduler included: fused, they read none. It does not
-    see `.to("cpu")`, nor what waits on CUDA alone, such as a copy from memory that is not pinned. Once an
-    epoch, all is allowed: 2 steps are compared with 6.
+    Both would make every GPU wait. This counts, on the CPU, Python's calls (`.item()`,
+    `.tolist()`, `if tensor`) and the operators that hand a value to Python, those of
+    the optimizer and the scheduler included: fused, they read none. It does not see
+    `.to("cpu")`, nor what waits on CUDA alone, such as a copy from memory that is not
+    pinned. Once an epoch, all is allowed: 2 steps are compared with 6.
     """
     for few, many in run_ranks(
         example, 2 if example in DISTRIBUTED else 1, count_2_and_6_steps
@@ -594,7 +616,7 @@ def test_steps_neither_wait_nor_talk(example):
 
 
 def run_main(main: ModuleType, batch_size: int, port: int) -> dict:
-    """Call main() with a small model, as a task of a Slurm step; return its parameters and its lines."""
+    """Call main() with a small model, as a step's task; return parameters and lines."""
     os.environ["MASTER_PORT"] = str(port)
     sys.argv = [
         "main.py",
@@ -623,7 +645,7 @@ def run_main_alone() -> dict:
 
 @pytest.mark.parametrize("example", DISTRIBUTED)
 def test_main_on_two_ranks(example):
-    """`srun --ntasks=2 python main.py` with half the batch size prints what one GPU prints, and only once."""
+    """Two tasks with half the batch size print what one GPU prints, and only once."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     first, second = run_ranks(example, 2, run_main, 128, port)

@@ -1,7 +1,8 @@
-"""Measure how fast single_gpu's main.py makes batches of CIFAR-10, against the usual way.
+"""Measure how fast single_gpu makes batches of CIFAR-10, against the usual way.
 
-The usual way is torchvision's data set behind two worker processes, which hands out PIL pictures. The limit
-is the loop of main.py without augmentation. A network that costs nothing takes each batch, in every variant.
+The usual way is torchvision's data set behind two worker processes, which hands out PIL
+pictures. The limit is the loop of main.py without augmentation. A network that costs
+nothing takes each batch, in every variant.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def build_variants(example, data_dir: Path, args: argparse.Namespace) -> dict:
-    """Return a function for each way; it goes through an epoch and returns the number of pictures."""
+    """Return a function for each way: it does an epoch, and counts the pictures."""
     data = datasets.CIFAR10(data_dir)
     images = torch.from_numpy(data.data).permute(0, 3, 1, 2)
     images, labels = images[: args.samples], torch.tensor(data.targets)[: args.samples]
@@ -114,7 +115,7 @@ def build_variants(example, data_dir: Path, args: argparse.Namespace) -> dict:
 
 
 def draw(folder: Path) -> Path:
-    """Write CIFAR-10's training files with made-up pictures; return their folder's folder."""
+    """Write CIFAR-10's training files, made up; return the folder of their folder."""
     rng = np.random.default_rng(0)
     (folder / "cifar-10-batches-py").mkdir()
     for i in range(1, 6):

@@ -1,7 +1,8 @@
-"""Measure how fast single_gpu's main.py trains, on a GPU or the CPU, against the usual way.
+"""Measure how fast single_gpu trains, on a GPU or the CPU, against the usual way.
 
-The usual way is torchvision's data set with its augmentation behind worker processes, float32, and `.item()`
-in every step. The limit is forward, backward and step of the example's model on one batch in memory.
+The usual way is torchvision's data set with its augmentation behind worker processes,
+float32, and `.item()` in every step. The limit is forward, backward and step of the
+example's model on one batch in memory.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def main() -> None:
 def build_variants(
     example, data_dir: Path, device: torch.device, args: argparse.Namespace
 ) -> dict:
-    """Return a function for each way; it goes through an epoch and returns the number of pictures."""
+    """Return a function for each way: it does an epoch, and counts the pictures."""
     data = datasets.CIFAR10(data_dir)
     images = torch.from_numpy(data.data).permute(0, 3, 1, 2)[: args.samples].to(device)
     labels = torch.tensor(data.targets)[: args.samples].to(device)

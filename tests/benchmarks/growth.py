@@ -1,9 +1,10 @@
-"""Measure a training step of multi_node's main.py at 1, 2, 4 and 8 ranks, on networks of known speed.
+"""Measure a step of multi_node at 1, 2, 4 and 8 ranks, on networks of known speed.
 
-Each rank has a node of the test cluster, which the kernel's token bucket filter lets send so fast and no
-faster. Beside the measured times stand those that docs/scaling.rst computes from the bytes of the gradients
-and the bandwidth. All ranks share this machine's cores: a step without communication gets slower with their
-number, and is measured for each. Needs root and Slurm, as the tests do.
+Each rank has a node of the test cluster, which the kernel's token bucket filter lets
+send so fast and no faster. Beside the measured times stand those that docs/scaling.rst
+computes from the bytes of the gradients and the bandwidth. All ranks share this
+machine's cores: a step without communication gets slower with their number, and is
+measured for each. Needs root and Slurm, as the tests do.
 """
 
 import argparse
@@ -103,15 +104,19 @@ def main() -> None:
 def seconds_on_the_wire(
     gradient_bytes: float, ranks: int, bytes_per_second: float
 ) -> float:
-    """Return how long a ring all-reduce takes: each rank sends 2 (n - 1) / n of the bytes.
+    """Return how long a ring all-reduce takes.
 
-    Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+    Each rank sends 2 (n - 1) / n of the bytes: Patarasuk and Yuan 2009, "Bandwidth
+    optimal all-reduce algorithms for clusters of workstations".
     """
     return 2 * (ranks - 1) / ranks * gradient_bytes / bytes_per_second
 
 
 def seconds_of_a_step(compute: float, wire: float) -> float:
-    """Return how long a step takes: the all-reduce overlaps with backward, two thirds of the computation."""
+    """Return how long a step takes.
+
+    The all-reduce overlaps with backward, two thirds of the computation.
+    """
     return max(compute, compute / 3 + wire)
 
 
@@ -141,7 +146,7 @@ def launch(cluster: slurm.Cluster, ranks: int) -> dict[str, float]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Be a rank: take turns with and without the network, and let rank 0 print the medians in seconds."""
+    """Be a rank: take turns with and without the network. Rank 0 prints the medians."""
     example = load_example("multi_node")
     example.setup_distributed()
     torch.manual_seed(0)

@@ -1,9 +1,10 @@
-"""Measure how fast imagenet's data.py makes pictures to train on, against the usual way.
+"""Measure how fast imagenet makes pictures to train on, against the usual way.
 
-The usual way is torchvision's ImageFolder, which hands out PIL pictures, and its v2 transforms, which end in
-float32. imagenet's are bytes until main.py normalizes them, on its GPU; a variant does that, too.
-The limit is decoding alone. First in one process, then through worker processes, there also with the pictures
-that `prepare_data.py --resize 256` has made smaller.
+The usual way is torchvision's ImageFolder, which hands out PIL pictures, and its v2
+transforms, which end in float32. imagenet's are bytes until main.py normalizes them, on
+its GPU; a variant does that, too. The limit is decoding alone. First in one process,
+then through worker processes, there also with the pictures that
+`prepare_data.py --resize 256` has made smaller.
 """
 
 import argparse
@@ -95,7 +96,10 @@ def main() -> None:
 def build_scratch(
     scratch: Path, source: Path | None, forms: dict[str, list[str]]
 ) -> None:
-    """Stage the pictures, or made-up ones, in folders of `scratch`: with what flags, says each of `forms`."""
+    """Stage the pictures, or made-up ones, in folders of `scratch`.
+
+    Each of `forms` says with what flags.
+    """
     forms = {
         folder: flags
         for folder, flags in forms.items()

@@ -1,8 +1,9 @@
-"""Measure how fast imagenet's main.py trains, on a GPU or the CPU, against the usual way.
+"""Measure how fast imagenet trains, on a GPU or the CPU, against the usual way.
 
-The usual way is torchvision's ImageFolder with v2 transforms on PIL pictures, float32, and `.item()` in every
-step. The limit is forward, backward and step of the example's model on one batch in memory. Between them:
-the example on staged and on made-up pictures, and what it would be if the device itself decoded the JPEGs.
+The usual way is torchvision's ImageFolder with v2 transforms on PIL pictures, float32,
+and `.item()` in every step. The limit is forward, backward and step of the example's
+model on one batch in memory. Between them: the example on staged and on made-up
+pictures, and what it would be if the device itself decoded the JPEGs.
 `taskset --cpu-list 0-3` before it tells how far four cores reach.
 """
 
@@ -77,7 +78,7 @@ def main() -> None:
 def build_variants(
     example, scratch: Path, device: torch.device, args: argparse.Namespace
 ) -> dict:
-    """Return a function for each way; it trains for some steps and returns the number of pictures."""
+    """Return a function for each way: it does some steps, and counts the pictures."""
     settings = options(scratch / "copied", args)
     for name, value in vars(args).items():
         setattr(settings, name, value)
@@ -108,7 +109,8 @@ def build_variants(
         loader, _ = example.build_loaders(train_set, valid_set, run, settings)
         watching = monitor.Monitor(scratch, device, settings)
         ddp_model = torch.nn.parallel.DistributedDataParallel(model)
-        # An epoch ends with a checkpoint. A turn is much shorter than an epoch, so this one does not.
+        # An epoch ends with a checkpoint. A turn is much shorter than an epoch,
+        # so this one does not.
         no_checkpoints = argparse.Namespace(save=lambda state: None, age=lambda: 0.0)
 
         def turn() -> int:
@@ -120,7 +122,7 @@ def build_variants(
         return turn
 
     def plain(loader, autocast: bool, prepare):
-        """Train as most scripts do; `prepare` makes float32 pictures of what comes from the loader."""
+        """Train as most scripts do; `prepare` makes float32 of what is loaded."""
         model = make_model()
         sgd, _ = example.build_optimizer(model, settings, args.batch_size, steps)
 

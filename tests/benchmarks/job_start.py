@@ -1,8 +1,9 @@
-"""Measure the start of a job's tasks on a test cluster: from srun to PyTorch imported in every task.
+"""Measure the time from srun to PyTorch imported in every task, on a test cluster.
 
-The usual way is `srun uv run` in every task, which has each look whether the environment is up to date. The
-examples' job.sh runs `uv sync` once and then `srun uv run --no-sync`; both are counted. The limit is one
-process that imports PyTorch. All tasks share this machine's cores. Needs root and Slurm, as the tests do.
+The usual way is `srun uv run` in every task, which has each look whether the
+environment is up to date. The examples' job.sh runs `uv sync` once and then
+`srun uv run --no-sync`; both are counted. The limit is one process that imports
+PyTorch. All tasks share this machine's cores. Needs root and Slurm, as the tests do.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Measure for how long a training step waits for imagenet's checkpoint, against torch.save in the loop.
+"""Measure how long a step waits for a checkpoint, against torch.save in the loop.
 
-The state is that of a model with its optimizer. The limit is writing as many bytes, flushed to the disk. The
-whole save of the example, which goes on in the background, is shown as well.
+The state is that of a model with its optimizer. The limit is writing as many
+bytes, flushed to the disk. The whole save of the example, which goes on in the
+background, is shown as well.
 """
 
 import argparse
@@ -88,9 +89,8 @@ def main() -> None:
                 file.flush()
                 os.fsync(file.fileno())
             note("writing as many bytes", start, turn)
-    table = Table(
-        title=f"Checkpoint of {args.model}, {len(content) / 1e6:.0f} MB\n{describe_machine()}"
-    )
+    saved = f"Checkpoint of {args.model}, {len(content) / 1e6:.0f} MB"
+    table = Table(title=f"{saved}\n{describe_machine()}")
     for column in ("", "seconds, median", "lowest", "highest", "of torch.save"):
         table.add_column(column, justify="right" if column else "left")
     usual = statistics.median(seconds["torch.save in the loop"])

@@ -1,4 +1,4 @@
-"""What the benchmarks share: variants take turns in one run, and a table compares their medians."""
+"""What the benchmarks share: variants take turns, and a table compares the medians."""
 
 import argparse
 import importlib.util
@@ -17,7 +17,7 @@ from torch import nn
 
 
 def argument_parser(doc: str, rounds: int) -> argparse.ArgumentParser:
-    """Return a parser with the first line of a benchmark's documentation, and the number of turns."""
+    """Return a parser with the first line of a benchmark's docstring, and --rounds."""
     parser = argparse.ArgumentParser(
         description=doc.splitlines()[0],
         usage="%(prog)s [options]",
@@ -50,9 +50,9 @@ class FreeNetwork(nn.Module):
 def take_turns(
     variants: dict[str, Callable[[], int]], rounds: int
 ) -> dict[str, list[float]]:
-    """Return what each variant did per second, in every turn: A B A B. A variant returns how much it did.
+    """Return what each variant did per second, in every turn: A B A B.
 
-    The first turn of each warms up, and is not counted.
+    A variant returns how much it did. Its first turn warms up, and is not counted.
     """
     rates: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(-1, rounds):
@@ -72,7 +72,7 @@ def print_table(
     usual: str,
     limit: str | None = None,
 ) -> None:
-    """Print the median rate of every variant, and its ratios to the usual way's and to the limit's."""
+    """Print the median of every variant, and its ratios to the usual and the limit."""
     table = Table(title=f"{title}\n{describe_machine()}", min_width=100)
     columns = ["", f"{unit}, median", "lowest", "highest", "times the usual way"]
     for column in [*columns, "of the limit"] if limit else columns:
@@ -102,7 +102,8 @@ def describe_machine() -> str:
         if line.startswith("model name")
     ]
     parts = [
-        f"{models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        models[0] if models else platform.machine(),
+        f"{len(os.sched_getaffinity(0))} cores",
         f"load {os.getloadavg()[0]:.1f}",
         f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads",
     ]

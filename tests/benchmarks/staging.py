@@ -1,7 +1,8 @@
-"""Measure imagenet/prepare_data.py against `cp` and against torchvision's ImageNet parser.
+"""Measure imagenet/prepare_data.py against `cp` and torchvision's ImageNet parser.
 
-They take turns, each on files that have been read once before, into an empty folder; medians are compared.
-What is timed is the whole command, with the start of Python: up to 1 s, and with torchvision several.
+They take turns, each on files that have been read once before, into an empty folder;
+medians are compared. What is timed is the whole command, with the start of Python: up
+to 1 s, and with torchvision several.
 """
 
 import argparse
@@ -80,10 +81,8 @@ def main() -> None:
                 (folder / file.name).symlink_to(file.absolute())
             return timed(sys.executable, "-c", PARSER, folder)
 
-        table = Table(
-            title=f"{describe_machine()}, {describe_disk(args.scratch)}, {size / 1e9:.2f} GB",
-            min_width=90,
-        )
+        where = f"{describe_machine()}, {describe_disk(args.scratch)}"
+        table = Table(title=f"{where}, {size / 1e9:.2f} GB", min_width=90)
         for column in ("", "seconds, median", "all", "GB/s", "times as fast"):
             table.add_column(
                 column, justify="left" if column in ("", "all") else "right"

@@ -1,8 +1,9 @@
-"""Measure the training step of multi_gpu's main.py with several ranks, on GPUs or the CPU.
+"""Measure the training step of multi_gpu with several ranks, on GPUs or the CPU.
 
-The usual way has AdamW as it comes, three all-reduces a step for loss, correct and count, and reads each with
-`.item()`. The limit is forward, backward and step of the same model with DDP, on one batch in memory. The
-second table compares what the metrics of a step cost, without the rest of it.
+The usual way has AdamW as it comes, three all-reduces a step for loss, correct and
+count, and reads each with `.item()`. The limit is forward, backward and step of the
+same model with DDP, on one batch in memory. The second table compares what the metrics
+of a step cost, without the rest of it.
 """
 
 import argparse
@@ -146,7 +147,7 @@ def build_metrics(example, device: torch.device, args: argparse.Namespace) -> di
 
 
 def reduce_and_read(loss, logits, labels) -> tuple[float, float, float]:
-    """Return loss, correct and count over all ranks, as most tutorials do it in every step."""
+    """Return loss, correct and count over all ranks, as most tutorials have it."""
     values = [
         loss.detach() * len(labels),
         (logits.argmax(1) == labels).sum().float(),
