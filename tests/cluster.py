@@ -4,10 +4,10 @@
 It needs root, Slurm, munge and iproute2.
 
 One slurmctld and several slurmd, each a host of its own: its own network, host name,
-/tmp and processes (Linux namespaces), joined by a bridge. Their /etc is a copy of the
-machine's, with their names in /etc/hosts. GPUs are generic resources without hardware
-behind them, and the nodes claim more CPUs and memory than this machine has. Nothing of
-it outlives its supervisor process, and the machine's own /etc and munge are left alone.
+/etc (a copy with its own hosts), /tmp and processes (Linux namespaces), joined by a
+bridge. GPUs are generic resources without hardware behind them, and the nodes claim
+more CPUs and memory than this machine has. Nothing of it outlives its supervisor
+process, and the machine's own /etc and munge are left alone.
 
 Slurm is the installed one, or another that some release of Debian has: debootstrap puts
 that release into /var/tmp the first time, and its /usr takes the place of the machine's
@@ -95,29 +95,35 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 
 # The first process of a host: state, name, address, root and the daemon to run are its
-# arguments. It waits on standard input for its network cable. /tmp becomes a disk of
-# the host's own, in which the folders that the machine has in /tmp stay visible: a
-# clone of this repository may be among them. Control groups are the cluster's own,
-# where they are used, and /usr is the one of `root`, if that is not the machine's.
+# arguments. It waits on standard input for its network cable. All of /etc becomes a
+# copy: a mount over /etc/hosts alone would go when the machine replaces that file. /tmp
+# becomes a disk of the host's own, in which the folders that the machine has in /tmp
+# stay visible: a clone of this repository may be among them. Control groups are the
+# cluster's own, where they are used, and /usr is the one of `root`, if that is not the
+# machine's.
 HOST = """\
 set -eu
 state=$1 name=$2 address=$3 root=$4
 shift 4
+disk=$state/disk-$name
+mkdir -p "$disk" # it is there if this host has crashed before
+mount -t tmpfs -o mode=755 "$name" "$disk"
+cp --archive /etc/. "$disk"
+cp --remove-destination "$state/hosts" "$disk/hosts"
+mount --move "$disk" /etc
 read -r cable
 hostname "$name"
 ip link set lo up
 ip address add "$address/24" dev eth0
 ip link set eth0 up
-mount --bind "$state/etc" /etc
-mkdir -p "$state/disk-$name" # it is there if this host has crashed before
-mount -t tmpfs -o size=4g,mode=1777 "$name" "$state/disk-$name"
+mount -t tmpfs -o size=4g,mode=1777 "$name" "$disk"
 for folder in /tmp/*/; do
     [ -d "$folder" ] || continue
-    copy=$state/disk-$name/$(basename "$folder")
-    mkdir "$copy"
-    mount --rbind "$folder" "$copy" || [ ! -d "$folder" ] # gone since
+    mkdir "$disk/$(basename "$folder")"
+    # A folder may be gone since.
+    mount --rbind "$folder" "$disk/$(basename "$folder")" || [ ! -d "$folder" ]
 done
-mount --move "$state/disk-$name" /tmp
+mount --move "$disk" /tmp
 mount -t tmpfs -o mode=1777 "$name" /dev/shm
 for groups in /sys/fs/cgroup/freezer /sys/fs/cgroup/memory; do
     own=$groups/$(basename "$state")
@@ -526,10 +532,6 @@ class Supervisor:
                 f"::ffff:{self.subnet}.{11 + i} {name}",
             ]
         (self.state / "hosts").write_text("\n".join(hosts) + "\n")
-        # All of /etc is a copy: a mount over /etc/hosts alone would go when the machine
-        # replaces that file.
-        run(f"cp --archive /etc {self.state}/etc")
-        run(f"cp --remove-destination {self.state}/hosts {self.state}/etc/hosts")
         for name in self.names:
             (self.state / f"spool-{name}").mkdir()
         (self.state / "controller").mkdir()
