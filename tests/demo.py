@@ -1,8 +1,9 @@
-"""Watch a node lose its power in the middle of a training, and the training go on to the same weights.
+"""Watch a node lose its power in a training, which goes on to the same weights.
 
-    uv run python tests/demo.py     as root, with Slurm installed; three minutes on two busy CPU cores
+    uv run python tests/demo.py     as root, with Slurm; three minutes on two CPU cores
 
-A real Slurm with three nodes starts on this machine, and imagenet's job.sh twice on it: left alone, and not.
+A real Slurm with three nodes starts on this machine, and imagenet's job.sh twice on it:
+left alone, and not.
 """
 
 import os
@@ -44,7 +45,8 @@ def main() -> None:
         user.env |= {"IMAGENET_DIR": "", "SCRATCH": folder}
         try:
             say(
-                "A job trains for five epochs on two of the nodes, and nothing happens to it."
+                "A job trains for five epochs on two of the nodes, "
+                "and nothing happens to it."
             )
             undisturbed = follow(user, user.train(*ARGUMENTS))
             say("The same job again.")
@@ -76,7 +78,8 @@ def follow(user: User, job: str, crash_after: str = "") -> str:
                     crash_after = ""
                     user.cluster.crash("node2")
                     say(
-                        "node2 has lost its power. Slurm finds out in half a minute, and requeues the job."
+                        "node2 has lost its power. Slurm finds out in half a minute, "
+                        "and requeues the job."
                     )
         time.sleep(0.2)
     if not (

@@ -1,4 +1,4 @@
-"""Archives in the layouts of ImageNet and Tiny ImageNet, of made-up pictures that a model can learn."""
+"""Archives laid out as (Tiny) ImageNet, of made-up pictures that a model can learn."""
 
 import io
 import tarfile
@@ -23,7 +23,7 @@ class Drawn(NamedTuple):
 
 
 def draw(classes: int, train: int, valid: int, resolution: int, seed: int) -> list:
-    """Return for every class its wnid and the files of its pictures to train on and to validate."""
+    """Return each class's wnid, and its pictures' files to train on and to validate."""
     rng = np.random.default_rng(seed)
     drawn = []
     for label in range(classes):
@@ -102,8 +102,11 @@ def draw_imagenet(
 def write_devkit(
     folder: Path, counts: dict[str, int], numbers: list[int], truth: str
 ) -> None:
-    """Write the development kit: the classes, one synset above them, and the validation set's answers."""
-    fields = "ILSVRC2012_ID WNID words gloss num_children children wordnet_height num_train_images".split()
+    """Write the development kit: classes, a synset above them, validation's answers."""
+    fields = (
+        "ILSVRC2012_ID WNID words gloss "
+        "num_children children wordnet_height num_train_images"
+    ).split()
     synsets = np.zeros(
         (len(counts) + 1, 1), dtype=[(field, object) for field in fields]
     )

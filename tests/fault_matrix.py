@@ -1,10 +1,13 @@
-"""Run the fault tests on three generations of Slurm, and write down in docs/fault_matrix.rst how they went.
+"""Run the fault tests on three generations of Slurm; write docs/fault_matrix.rst.
 
-    uv run python tests/fault_matrix.py                              all of it: a night, and as root
-    uv run python tests/fault_matrix.py --slurm 26.05 -k test_disk   these, and add them to what is there
+    uv run python tests/fault_matrix.py
+        all of it: a night, and as root
+    uv run python tests/fault_matrix.py --slurm 26.05 -k test_disk
+        these, and add them to what is there
 
-Each pair of a Slurm and a way to track processes is a run of `pytest --slurm=… --proctrack=… tests/faults`.
-Arguments that are not named here go to it. What earlier runs have seen of other tests stays in the table.
+Each pair of a Slurm and a way to track processes is a run of
+`pytest --slurm=… --proctrack=… tests/faults`. Arguments that are not named here go to
+it. What earlier runs have seen of other tests stays in the table.
 """
 
 import argparse
@@ -28,8 +31,10 @@ HEAD = """\
 The fault matrix
 ================
 
-The seconds that the cases of ``tests/faults`` took where they passed, as ``tests/fault_matrix.py`` has seen.
-`Reliability <reliability.rst>`_ tells what they do. An empty cell was not run, or not with the tests as they
+The seconds that the cases of ``tests/faults`` took where they passed, \
+as ``tests/fault_matrix.py`` has seen.
+`Reliability <reliability.rst>`_ tells what they do. \
+An empty cell was not run, or not with the tests as they
 are now.
 
 """

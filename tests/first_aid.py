@@ -1,12 +1,13 @@
-"""Run the commands of docs/troubleshooting.rst on a test cluster, and write what they print into it.
+"""Run the commands of docs/troubleshooting.rst; write what they print into it.
 
     uv run python tests/first_aid.py            all of them, as root
     uv run python tests/first_aid.py preempt    those under headings with this word
 
-A literal block whose lines begin with `$ ` is a session in a shell that starts in the clone's root: commands
-(`> ` goes on with one), and under each what it prints. After sbatch, the job is waited for until it runs, and
-before a command that names its log (but `until …`) until it is over. Job 7 of the page is whatever number
-Slurm gives out, and times are others. Lines that are still right stay.
+A literal block whose lines begin with `$ ` is a session in a shell that starts in the
+clone's root: commands (`> ` goes on with one), and under each what it prints. After
+sbatch, the job is waited for until it runs, and before a command that names its log
+(but `until …`) until it is over. Job 7 of the page is whatever number Slurm gives out,
+and times are others. Lines that are still right stay.
 """
 
 import argparse
@@ -29,7 +30,10 @@ BLOCK = re.compile(r"::\n\n((?:    .*\n|\n)+)")
 HEADING = re.compile(r"^(\S.*)\n([=-])\2+$", re.MULTILINE)
 SUBMITTED = re.compile(r"Submitted batch job (\d+)")
 # What stands before the number of a job.
-JOB = r"(?:\bjob |JobId=|--jobs=|StepId=|STEP |JOB |slurm-|slurm-job-|logs/|checkpoints/|scancel |^)"
+JOB = (
+    r"(?:\bjob |JobId=|--jobs=|StepId=|STEP |JOB |slurm-|slurm-job-|"
+    r"logs/|checkpoints/|scancel |^)"
+)
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
 # Sessions under these headings want a cluster that limits memory.
 LIMITED = ["Out of memory, says Slurm", "The job comes back again and again"]
@@ -108,8 +112,9 @@ class Shell:
             lines.append(
                 line.rstrip().replace(str(self.clone), "/home/you/pytorch_on_slurm")
             )
+        # The line end before the end, which is there for output without one.
         if lines and not lines[-1]:
-            lines.pop()  # the line end before the end, which is there for output without one
+            lines.pop()
         if (given := SUBMITTED.search("\n".join(lines))) and (
             told := SUBMITTED.search("\n".join(expected))
         ):
@@ -121,7 +126,7 @@ class Shell:
         ]
 
     def wait(self, job: str, states: tuple[str, ...]) -> None:
-        """Wait until a job is in one of these states, of which each may go on with a reason."""
+        """Wait until a job is in one of these states, each perhaps with a reason."""
         command = [
             "squeue",
             "--noheader",
@@ -206,7 +211,7 @@ def start_cluster(
 
 
 def make_clone(source: Path, folder: Path, env: dict[str, str]) -> Path:
-    """Return a clone of the repository, with its environment: the nodes have no internet."""
+    """Return a clone with its environment: the nodes have no internet."""
     clone = folder / "pytorch_on_slurm"
     subprocess.run(["git", "clone", "--quiet", source, clone], check=True)
     subprocess.run(
@@ -224,10 +229,8 @@ def rewrite(session: Session, clone: Path, env: dict[str, str]) -> str:
         for command, expected in session.commands:
             lines = shell.run(command, expected)
             fine = agree(expected, lines)
-            print(
-                f"{session.heading}: {'as before' if fine else 'other lines'}: {command}",
-                flush=True,
-            )
+            verdict = "as before" if fine else "other lines"
+            print(f"{session.heading}: {verdict}: {command}", flush=True)
             lines = [
                 "$ " + command.replace("\n", "\n> "),
                 *(expected if fine else lines),
@@ -239,7 +242,7 @@ def rewrite(session: Session, clone: Path, env: dict[str, str]) -> str:
 
 
 def user_of(cluster: slurm.Cluster) -> dict[str, str]:
-    """Return the variables of a user of the cluster, without those of whoever runs this."""
+    """Return a cluster user's variables, without those of whoever runs this."""
     outside = (
         "SLURM",
         "SBATCH",

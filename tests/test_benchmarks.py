@@ -1,4 +1,4 @@
-"""Every benchmark runs on tiny input, and tells what it is to tell; how fast anything is, it is not asked."""
+"""Every benchmark runs on tiny input, and tells all that it should, but for speed."""
 
 import os
 import re
@@ -15,7 +15,9 @@ TINY = {
     "cifar10_training": "--samples 64 --batch-size 16 --rounds 1",
     "growth": "--ranks 1 2 --megabits 1000 --batch-size 2 --steps 1 --rounds 1",
     "imagenet_input": "--samples 50 --batch-size 10 --rounds 1",
-    "imagenet_training": "--model shufflenet_v2_x0_5 --samples 16 --batch-size 8 --workers 2 --rounds 1",
+    "imagenet_training": (
+        "--model shufflenet_v2_x0_5 --samples 16 --batch-size 8 --workers 2 --rounds 1"
+    ),
     "job_start": "--tasks 2 --rounds 1",
     "saving": "--model shufflenet_v2_x0_5 --rounds 1",
     "staging": "--rounds 1",

@@ -1,7 +1,7 @@
-"""What imagenet/checkpoint.py writes, reads back and refuses: real files, real damage, real process groups.
+"""What imagenet/checkpoint.py writes, reads back and refuses: real files and damage.
 
-One rank is this process, in a process group of its own; several are processes (gloo). Folders that are full
-or read-only are file systems mounted for it.
+One rank is this process, in a process group of its own; several are processes (gloo).
+Folders that are full or read-only are file systems mounted for it.
 """
 
 import copy
@@ -49,7 +49,7 @@ checkpoint = importlib.import_module("checkpoint")
 
 
 def forkserver():
-    """Return what starts processes that have imported all this once; importing takes seconds."""
+    """Return what starts processes that have imported all this: that takes seconds."""
     context = multiprocessing.get_context("forkserver")
     slow = [
         "torch._dynamo",
@@ -66,7 +66,7 @@ def forkserver():
 
 
 def run_ranks(world_size: int, work, *args, timeout: float = 60) -> list:
-    """Return, in the order of the ranks, what `work(*args)` returned on each, in a process group."""
+    """Return what `work(*args)` returned on each rank of a process group, in order."""
     context = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         job = (world_size, folder, work, args)
@@ -114,7 +114,7 @@ def rank0():
 
 
 def build_run(seed: int = 0, steps: int = 3) -> checkpoint.Run:
-    """Return a small run that has made some steps, with momentum, statistics and a learning rate to keep."""
+    """Return a small run after some steps, with momentum and statistics to keep."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5)
@@ -139,7 +139,7 @@ def train(run: checkpoint.Run, steps: int) -> None:
 
 
 def same(one, other) -> bool:
-    """Return whether two nested dicts and lists hold the same names, numbers, types, shapes and bytes."""
+    """Return whether nested dicts and lists hold the same names, types and bytes."""
     if isinstance(one, torch.Tensor):
         return (
             isinstance(other, torch.Tensor)
@@ -157,7 +157,7 @@ def same(one, other) -> bool:
 
 @contextmanager
 def opened(folder: Path, keep: int = 3, recipe: dict = RECIPE):
-    """Give the checkpoints in a folder, and the newest one; let go of the folder at the end."""
+    """Give the checkpoints in a folder, and the newest; let go of the folder after."""
     checkpoints = checkpoint.Checkpoints(folder, keep)
     try:
         yield checkpoints, checkpoints.load(recipe)
@@ -201,7 +201,7 @@ def names(folder: Path) -> list[str]:
 
 
 def warnings(caplog) -> list[str]:
-    """Return what has been said that is not mere information, since this was last asked."""
+    """Return what more than information has been said since this was last asked."""
     lines = [
         record.getMessage()
         for record in caplog.records
@@ -237,7 +237,7 @@ def small_disk(tmp_path):
 
 
 def test_a_run_goes_on_as_if_never_stopped(tmp_path, rank0):
-    """Weights, statistics, momentum, learning rate and place in the epoch: all that follows is the same."""
+    """Weights, statistics, momentum, rate and place: all that follows is the same."""
     run = build_run(steps=5)
     run.epoch, run.best_accuracy = 2, 0.25
     write(tmp_path, run.state_dict())
@@ -273,7 +273,7 @@ def test_nothing_there(tmp_path, rank0, caplog):
 
 
 def test_saving_does_not_wait_for_the_disk(tmp_path, rank0):
-    """Training goes on at once, and what it does then to the same tensors does not reach the file."""
+    """Training goes on at once; what it does then to the tensors is not in the file."""
     state = draw(1, 1, kilobytes=64 * 1024)
     state["nested"] = [{"tensors": (torch.ones(3), torch.zeros(2))}]
     right = copy.deepcopy(state)
@@ -292,7 +292,7 @@ def test_saving_does_not_wait_for_the_disk(tmp_path, rank0):
 
 
 def test_copies_use_the_memory_of_the_one_before():
-    """What is saved next goes to the same place, where it is of the same shape; new memory takes longer."""
+    """What is saved next goes to the same memory, if the shape is: new takes longer."""
     run = build_run(steps=0)  # without momentum yet
     first = checkpoint.copy_to_cpu(run.state_dict())
     train(run, 2)
@@ -314,7 +314,7 @@ def test_copies_use_the_memory_of_the_one_before():
 
 
 def test_age(tmp_path, rank0):
-    """The time between checkpoints counts from the beginning of one to that of the next."""
+    """The time between checkpoints is from the beginning of one to that of the next."""
     with opened(tmp_path) as (checkpoints, _):
         started = time.monotonic()
         checkpoints.save(draw(1, 1, kilobytes=1024))
@@ -325,7 +325,7 @@ def test_age(tmp_path, rank0):
 
 
 def test_the_last_ones_are_kept(tmp_path, rank0):
-    """Old ones are deleted, epoch by epoch and step by step, only after the new one is there."""
+    """Old ones are deleted, by epoch and step, only after the new one is there."""
     write(tmp_path, draw(1, 5), draw(1, 10), draw(2, 1), draw(2, 2), keep=2)
     assert names(tmp_path) == ["epoch-002-step-000001.pt", "epoch-002-step-000002.pt"]
     write(tmp_path, draw(10, 1), keep=2)
@@ -342,7 +342,7 @@ def test_the_newest_has_the_highest_numbers(tmp_path, rank0):
 
 
 def test_the_best_one_stays(tmp_path, rank0):
-    """best.pt outlives the file it was, is replaced by a better one, and is a plain file for torch.load."""
+    """best.pt outlives its file, gives way to a better one; torch.load reads it."""
     run = build_run()
     with opened(tmp_path, keep=2) as (checkpoints, _):
         for epoch in range(1, 6):
@@ -369,7 +369,7 @@ def mark_best(checkpoints, epoch: int, step: int) -> None:
 
 
 def test_the_best_one_that_is_lost(tmp_path, rank0, caplog):
-    """What beats all that is on disk is the best, if not as good as one that could not be written."""
+    """What beats all on disk is the best, even if one was better but not written."""
     run, run.epoch, run.step = build_run(), 1, 1
     with opened(tmp_path) as (checkpoints, _):
         for epoch, accuracy in [(1, 0.5), (2, 0.7), (3, 0.6)]:
@@ -384,7 +384,7 @@ def test_the_best_one_that_is_lost(tmp_path, rank0, caplog):
 
 
 def test_the_best_one_cannot_be_marked(tmp_path, rank0, caplog):
-    """An error says so; the checkpoint itself is on disk, and the training that it belongs to ends well."""
+    """An error says so; the checkpoint itself is there, and the training ends well."""
     run, run.epoch, run.step = build_run(), 1, 1
     (tmp_path / "best.pt").mkdir()
     with opened(tmp_path) as (checkpoints, _):
@@ -448,7 +448,7 @@ def save_without_end(folder: Path) -> None:
 
 
 def test_killed_while_writing(tmp_path, rank0, caplog):
-    """Whenever the process is killed, what has a checkpoint's name is whole; the next start tidies up."""
+    """After a kill, what has a checkpoint's name is whole; the next start tidies up."""
     for attempt in range(10):
         folder = tmp_path / str(attempt)
         process = forkserver().Process(
@@ -520,7 +520,10 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged(damage, tmp_path, rank0, caplog):
-    """The one before is used, and one line says which file is damaged, and how. It stays for a look at it."""
+    """The one before is used, and one line says which file is damaged, and how.
+
+    The file stays for a look at it.
+    """
     older, newer = draw(1, 1), draw(1, 2)
     write(tmp_path, older, newer)
     newest = tmp_path / "epoch-001-step-000002.pt"
@@ -535,7 +538,8 @@ def test_damaged(damage, tmp_path, rank0, caplog):
         "epoch-001-step-000001.pt",
         "epoch-001-step-000002.pt.damaged",
     ]
-    # The next start finds nothing to complain of, and the run comes by the same step again.
+    # The next start finds nothing to complain of,
+    # and the run comes by the same step again.
     assert same(load(tmp_path), older)
     write(tmp_path, newer)
     assert same(load(tmp_path), newer)
@@ -543,7 +547,7 @@ def test_damaged(damage, tmp_path, rank0, caplog):
 
 
 def test_any_flipped_bit(tmp_path, rank0, caplog):
-    """Wherever a bit is flipped, what is loaded is exactly what was saved, or the checkpoint before."""
+    """Wherever a bit is flipped, what was saved is loaded, or the checkpoint before."""
     older, newer = draw(1, 1), draw(1, 2)
     write(tmp_path, older, newer)
     newest = tmp_path / "epoch-001-step-000002.pt"
@@ -563,7 +567,7 @@ def test_any_flipped_bit(tmp_path, rank0, caplog):
 
 
 def test_a_disk_that_does_not_read(tmp_path, rank0, caplog):
-    """The file may be whole: it is kept, and the run does not go on from an older one."""
+    """The file may be whole: it is kept, and no run goes on from an older one."""
     write(tmp_path, draw(1, 1), draw(1, 2))
     newest = tmp_path / "epoch-001-step-000002.pt"
     newest.unlink()
@@ -625,7 +629,7 @@ def test_two_damaged(tmp_path, rank0, caplog):
 
 
 def test_all_damaged(tmp_path, rank0):
-    """It is refused to begin anew in silence, also the next time, until someone has had a look."""
+    """No run begins anew in silence, also the next time, until someone has looked."""
     write(tmp_path, draw(1, 1), draw(1, 2))
     for path in tmp_path.glob("*.pt"):
         os.truncate(path, 100)
@@ -633,7 +637,8 @@ def test_all_damaged(tmp_path, rank0):
         with pytest.raises(checkpoint.RunError) as refusal:
             load(tmp_path)
         assert str(refusal.value) == (
-            f"no whole checkpoint is left in {tmp_path}: remove the damaged ones there to start anew"
+            f"no whole checkpoint is left in {tmp_path}: "
+            "remove the damaged ones there to start anew"
         )
     for path in tmp_path.glob("*.damaged"):
         path.unlink()
@@ -653,7 +658,7 @@ class Command:
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("form", ["torch.save", "pickle"])
 def test_code_is_not_run(form, tmp_path, rank0, caplog):
-    """A file with code in it, as pickle allows, is reported as damaged, and its code is not run."""
+    """A file with code in it, as pickle allows, is damaged, and its code is not run."""
     write(tmp_path, draw(1, 1))
     state = draw(1, 2) | {"optimizer": Command(f"touch '{tmp_path}/executed'")}
     path = tmp_path / "epoch-001-step-000002.pt"
@@ -682,19 +687,20 @@ def test_code_is_not_run(form, tmp_path, rank0, caplog):
     ],
 )
 def test_another_recipe(recipe, difference, tmp_path, rank0):
-    """It is refused to go on with other settings; what differs is said, and the files stay."""
+    """No run goes on with other settings; what differs is said, and the files stay."""
     write(tmp_path, draw(1, 1))
     with pytest.raises(checkpoint.RunError) as refusal:
         load(tmp_path, recipe)
     path = tmp_path / "epoch-001-step-000001.pt"
     assert str(refusal.value) == (
-        f"{path} is of another run, with {difference}: go on as it began, or choose another --checkpoint-dir"
+        f"{path} is of another run, with {difference}: "
+        "go on as it began, or choose another --checkpoint-dir"
     )
     assert load(tmp_path)["step"] == 1
 
 
 def test_recipe():
-    """What may not change during a run, and only that: not the number of workers, say, or of ranks."""
+    """What may not change during a run, and only that: workers and ranks, say, may."""
     settings = {
         "model": "resnet18",
         "image_size": 32,
@@ -780,7 +786,7 @@ def reshape_momentum(run, state):
     ],
 )
 def test_a_checkpoint_that_does_not_fit(change, tmp_path, rank0):
-    """It is refused in one line, which names what is missing, too many, or of another shape."""
+    """One line refuses it, and names what is missing, too many, or of another shape."""
     run = build_run()
     state = copy.deepcopy(run.state_dict())
     name = change(run, state)
@@ -794,7 +800,7 @@ def test_a_checkpoint_that_does_not_fit(change, tmp_path, rank0):
 
 
 def test_a_lock_is_waited_for(tmp_path, rank0, caplog):
-    """A job that was just killed may still hold the folder: its successor says so, and waits for its end."""
+    """A job just killed may still hold the folder: its successor says so, and waits."""
     write(tmp_path, draw(1, 1))
     log = tmp_path / "said"
     ready, held = multiprocessing.Pipe(duplex=False)
@@ -833,7 +839,7 @@ def load_and_say(folder: Path, log: Path, caplog) -> list[str]:
 
 
 def test_a_job_array_does_not_share_a_folder(monkeypatch):
-    """Each job has a folder of its own, which stays its own when Slurm starts it again."""
+    """Each job has a folder of its own, also after Slurm has started it again."""
     for name in ("SCRATCH", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     assert checkpoint.default_checkpoint_dir() == Path("checkpoints/none")
@@ -846,7 +852,7 @@ def test_a_job_array_does_not_share_a_folder(monkeypatch):
 
 
 def test_work_dir(tmp_path, monkeypatch, rank0):
-    """Checkpoints go where the job was submitted, also if the code runs from a copy that will be gone."""
+    """Checkpoints go where the job was submitted, even if its code runs from a copy."""
     monkeypatch.setenv("WORK_DIR", str(tmp_path / "submitted from"))
     write(Path("checkpoints"), draw(1, 1))
     assert names(tmp_path / "submitted from" / "checkpoints") == [
@@ -895,7 +901,7 @@ def test_folder_that_is_a_file(inside, tmp_path, rank0):
 
 
 def test_full_disk(small_disk, rank0, caplog):
-    """A checkpoint that does not fit is an error in the log, and no more: the older ones stay whole."""
+    """A checkpoint that does not fit is an error in the log; older ones stay whole."""
     with opened(small_disk, keep=3) as (
         checkpoints,
         _,
@@ -952,7 +958,7 @@ def test_full_disk_at_the_start(small_disk, rank0):
 
 
 def finish_on_full_disk(folder: Path) -> list[str]:
-    """Return what each rank is told by load() in a file's folder, and by finish() on a full disk."""
+    """Return what load() in a file's folder and finish() on a full disk tell ranks."""
     told = []
     for place in (folder / "file", folder):
         checkpoints = checkpoint.Checkpoints(place, 9)
@@ -969,7 +975,7 @@ def finish_on_full_disk(folder: Path) -> list[str]:
 
 
 def test_every_rank_is_told(small_disk):
-    """What only rank 0 sees ends all ranks, with the same words: none waits for the others."""
+    """What only rank 0 sees ends all ranks, with the same words: none waits."""
     (small_disk / "file").touch()
     first, second = run_ranks(2, finish_on_full_disk, small_disk)
     assert first == second
@@ -1010,7 +1016,7 @@ def test_a_slow_disk_is_no_rank_that_hangs(tmp_path):
 
 
 def load_while_locked(folder: Path) -> int:
-    """Begin while another run holds the folder for longer than ranks wait for each other."""
+    """Begin while another run holds the folder, for longer than ranks wait."""
     dist.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
     if dist.get_rank() == 0:
@@ -1072,7 +1078,7 @@ def test_weights_that_are_not_finite(value, tmp_path, rank0, caplog):
 
 
 def test_digest_of_the_same():
-    """It tells what the numbers are, not how they lie in memory, and not on which device."""
+    """It tells what the numbers are, not how they lie in memory or on which device."""
     weights = torch.randn(2, 3, 4, 5)
     tree = {
         "weights": weights,
@@ -1130,7 +1136,7 @@ def test_digest_of_others():
 
 
 def test_digest_after_a_file(tmp_path):
-    """It stays the same through torch.save and torch.load, which turn tuples into lists of no other kind."""
+    """It stays the same through torch.save and torch.load."""
     run = build_run()
     state = checkpoint.copy_to_cpu(run.state_dict())
     torch.save(state, tmp_path / "file.pt")
@@ -1146,7 +1152,7 @@ def test_digest_after_a_file(tmp_path):
 
 
 def test_a_job_that_never_gets_on(tmp_path, rank0, monkeypatch):
-    """Started again and again from the same place, it gives up in the end, and says what it knows."""
+    """After many starts from the same place, it gives up, and says what it knows."""
     for restarts in range(checkpoint.STARTS):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
         assert load(tmp_path) is None
@@ -1156,13 +1162,15 @@ def test_a_job_that_never_gets_on(tmp_path, rank0, monkeypatch):
             load(tmp_path)
         line = str(refusal.value)
         assert line.startswith(
-            f"this job was started {checkpoint.STARTS} times from the beginning and never"
+            f"this job was started {checkpoint.STARTS} times "
+            "from the beginning and never"
         )
         assert str(tmp_path / "starts") in line
     # Someone has found out why, and submits it again as a new job.
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     write(tmp_path, draw(1, 7))
-    # A place further on counts anew; a place that only some of the starts had is no reason to stop.
+    # A place further on counts anew; a place that only some of the starts had
+    # is no reason to stop.
     for restarts in range(checkpoint.STARTS, 2 * checkpoint.STARTS):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
         assert load(tmp_path)["step"] == 7
@@ -1199,7 +1207,7 @@ def catch_signals(folder: Path) -> tuple:
 
 
 def test_workers_ignore_signals():
-    """What ends a job must not end the processes that load data first; SIGKILL still does."""
+    """What ends a job must not end what loads the data first; SIGKILL still does."""
     assert run_ranks(1, ignore_signals) == ["still there"]
 
 
@@ -1211,7 +1219,7 @@ def ignore_signals() -> str:
 
 
 def test_outside_a_job(monkeypatch, tmp_path):
-    """Without Slurm's help there is no time limit, no mark, and nothing to tell of requeues."""
+    """Without Slurm, there is no time limit, no mark, and nothing about requeues."""
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
     assert checkpoint.training_mark() is None
     assert run_ranks(2, ask_for_requeues) == [["", "", ""], ["", "", ""]]
@@ -1229,7 +1237,7 @@ def ask_for_requeues() -> list[str]:
 
 
 def test_commit(tmp_path, monkeypatch):
-    """The commit that runs is told in full, with a mark if files differ from it, and never a tag's name."""
+    """The commit that runs is told in full, marked if files differ; never as a tag."""
     monkeypatch.delenv("GIT_COMMIT", raising=False)
     folder = tmp_path / "a repository" / "imagenet"
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""docs/clusters.rst: a Slurm with nodes of a cluster's shape takes the job whose lines the page gives."""
+"""docs/clusters.rst: a Slurm of a cluster's shape takes a job with the page's lines."""
 
 import os
 import re
@@ -10,7 +10,8 @@ import pytest
 from slurm_jobs import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "clusters.rst").read_text()
-# By the first word of a cluster's paragraph: a partition, and a node as the cluster's documentation has them.
+# By the first word of a cluster's paragraph: a partition,
+# and a node as the cluster's documentation has them.
 SHAPES = {
     "Mila": ("long", "l40s", "CPUs=48 RealMemory=1000000"),
     "Narval": ("gpus", "a100", "CPUs=48 RealMemory=510000"),

@@ -1,4 +1,4 @@
-"""safe_sbatch and code_checkpointing.sh: a job runs the commit it was submitted at, from the nodes' disks."""
+"""safe_sbatch and code_checkpointing.sh: a job runs the commit it was submitted at."""
 
 import fcntl
 import functools
@@ -17,11 +17,13 @@ import pytest
 from slurm_jobs import REPOSITORY, Jobs, Result
 
 LINES_OF_JOB = """\
-# safe_sbatch names a commit in GIT_COMMIT: every node takes it to its own disk, and the job goes on there.
+# safe_sbatch names a commit in GIT_COMMIT: every node takes it to its own disk,
+# and the job goes on there.
 export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
 if [ -n "$GIT_COMMIT" ]; then
     code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh") ||
-        { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname)" >&2; exit 1; }
+        { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname)" >&2
+          exit 1; }
     eval "$code_checkpointing"
 fi
 """
@@ -32,8 +34,10 @@ import os
 import sys
 import time
 
-variables = [os.environ.get(name) for name in ("SLURMD_NODENAME", "SLURM_PROCID", "GIT_COMMIT")]
-print("RAN " + json.dumps([*variables, os.getcwd(), sys.prefix, "first", sys.argv[1:]]), flush=True)
+names = ("SLURMD_NODENAME", "SLURM_PROCID", "GIT_COMMIT")
+variables = [os.environ.get(name) for name in names]
+found = [*variables, os.getcwd(), sys.prefix, "first", sys.argv[1:]]
+print("RAN " + json.dumps(found), flush=True)
 while sys.argv[1:2] == ["--wait-for"] and not os.path.exists(sys.argv[2]):
     time.sleep(0.1)
 """
@@ -68,7 +72,7 @@ class Task(NamedTuple):
 
 
 class Repository(Jobs):
-    """A git repository laid out as this one, and its user, who is in its folder `examples/imagenet`."""
+    """A git repository laid out as this one; its user is in `examples/imagenet`."""
 
     def __init__(self, jobs: Jobs, path: Path, files: dict[str, str]):
         super().__init__(jobs.cluster, path / "examples" / "imagenet", path, jobs.logs)
@@ -248,7 +252,7 @@ def test_refuses_where_there_is_no_commit(repository):
 
 
 def test_everything_reaches_the_job(repository):
-    """The commit, and sbatch's and main.py's arguments as they are; a copy on each node's own disk."""
+    """The commit, all arguments as they are, and a copy on each node's own disk."""
     commit = repository.must("git", "rev-parse", "HEAD")
     repository.write("notes.ignored", "")
     link = repository.root.parent / "a link"
@@ -329,7 +333,7 @@ def test_sbatch_export_does_not_drop_the_commit(repository, export):
 
 
 def test_changes_after_submission_change_nothing(repository):
-    """Neither edits nor commits, neither before the job starts nor before it starts again."""
+    """Neither edits nor commits do, before it starts or before it starts again."""
     commit = repository.must("git", "rev-parse", "HEAD")
     event = repository.root.parent / "an event"
     flags = [*FLAGS, "--requeue", "--open-mode=append", "--hold"]
@@ -467,7 +471,7 @@ def test_error_on_one_node(repository, mount_point, size, message):
 
 @pytest.fixture
 def index(tmp_path):
-    """A package index on this machine, which the nodes cannot reach; it has a package called answer."""
+    """A package index that the nodes cannot reach; it has a package called answer."""
     folder = tmp_path / "index" / "answer"
     folder.mkdir(parents=True)
     with zipfile.ZipFile(folder / "answer-1-py3-none-any.whl", "w") as wheel:
@@ -494,7 +498,7 @@ def index(tmp_path):
 
 
 def test_nodes_without_internet(repository, index, tmp_path):
-    """safe_sbatch fetches what the nodes cannot, even if the environment in place lacks nothing."""
+    """safe_sbatch fetches what nodes cannot, even if the environment lacks nothing."""
     dependency = 'dependencies = ["answer"]\n'
     repository.write(
         "../../pyproject.toml",
@@ -532,7 +536,7 @@ def test_nodes_without_internet(repository, index, tmp_path):
 
 
 def test_packages_of_wandb(repository, index, tmp_path):
-    """A job with --wandb needs more than one without: so does what safe_sbatch looks for."""
+    """A job with --wandb needs more than one without: safe_sbatch looks for that."""
     group = '[dependency-groups]\nwandb = ["answer"]\n'
     repository.write(
         "../../pyproject.toml",
@@ -552,7 +556,8 @@ def test_packages_of_wandb(repository, index, tmp_path):
     assert result.exit_code == 1, result
     error = "safe_sbatch: error: uv cannot install what uv.lock lists: "
     assert result.output.endswith(
-        f"\n{error}run uv sync --inexact --locked --group wandb where there is internet\n"
+        f"\n{error}run uv sync --inexact --locked --group wandb "
+        "where there is internet\n"
     ), result
 
 
@@ -584,7 +589,10 @@ def test_second_job_needs_more(repository, index):
 
 
 def test_this_environment(jobs, tmp_path, nothing_left):
-    """The project's own environment is complete on each node. (Links: a copy is larger than the disks.)"""
+    """The project's own environment is complete on each node.
+
+    It is linked: a copy is larger than the disks.
+    """
     files = {
         f"../../{name}": (REPOSITORY / name).read_text()
         for name in ("pyproject.toml", "uv.lock")

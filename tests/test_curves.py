@@ -13,7 +13,7 @@ SCRIPT = REPOSITORY / "docs" / "draw_curves.py"
 
 
 def draw(log: Path, picture: Path) -> dict[str, float]:
-    """Return the height above the lower edge of all points of the curves, by what they say they are."""
+    """Return the height of all points of the curves, by what they say they are."""
     result = subprocess.run(
         [sys.executable, SCRIPT, log, picture], capture_output=True, text=True
     )
@@ -61,7 +61,7 @@ def test_every_value_of_the_log_is_in_the_picture(example, tmp_path):
 
 
 def test_what_a_job_says_again_is_drawn_once(tmp_path):
-    """Stopped after an epoch's last step, it validates again and has trained nothing: 0 images/s."""
+    """Stopped after an epoch's last step, it validates again, and trains 0 images/s."""
     lines = printed("imagenet")
     once, twice = tmp_path / "once.out", tmp_path / "twice.out"
     once.write_text("\n".join(lines))

@@ -1,4 +1,4 @@
-"""The imagenet example as jobs: staged, trained, stopped, killed, started again, with the same weights."""
+"""The imagenet example as jobs: staged, stopped, killed, started: the same weights."""
 
 import os
 import re
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def test_the_whole_way(user):
-    """safe_sbatch, staging, training, time limit, requeue, end: the same weights as of a run not stopped."""
+    """From safe_sbatch through a requeue to the end: the weights of an unbroken run."""
     # Links to uv's cache: the nodes' disks here are smaller than the environment.
     flags = [
         *TWO,
@@ -34,7 +34,8 @@ def test_the_whole_way(user):
     user.until(job, r"^Epoch 1: ")
     rank = user.pid("node2", "main.py")
     stop(rank)  # the last steps must not be over when the warning comes
-    # Slurm looks every 30 seconds whether it is time: 90 seconds before the end, or up to 30 sooner.
+    # Slurm looks every 30 seconds whether it is time:
+    # 90 seconds before the end, or up to 30 sooner.
     assert user.run(["scontrol", "update", f"job={job}", "TimeLimit=2"]).exit_code == 0
     user.until_pending(job, rank, signal.SIGUSR1)
     os.kill(rank, signal.SIGCONT)
@@ -55,7 +56,7 @@ def test_the_whole_way(user):
 
 
 def test_other_numbers_of_ranks(user, tmp_path):
-    """8 ranks, then 4, then 8: the epoch lines count every sample of an epoch's whole batches."""
+    """8 ranks, then 4, then 8: the epoch lines count all samples of whole batches."""
     eight = [*TWO, "--ntasks-per-node=4", "--gpus-per-node=4"]
     arguments = ["--epochs=3", "--save-steps=2", f"--checkpoint-dir={tmp_path}"]
     stops = [
@@ -111,9 +112,10 @@ def test_salloc(user, tmp_path):
 
 
 def test_array(user):
-    """Two tasks of an array on one node stage once, and have a checkpoint folder and a seed each.
+    """Two tasks of an array on one node stage once.
 
-    They also remove what a job of this user has left there, and nothing of others.
+    Each has a checkpoint folder and a seed. They also remove what a job of this user
+    has left there, and nothing of others.
     """
     shared, folders = "/tmp/shared data", set(user.checkpoints("").glob("*"))
     flags = [
@@ -157,7 +159,7 @@ def test_array(user):
 
 
 def test_two_jobs_in_one_folder(user):
-    """Where SLURM_TMPDIR is the same for all jobs of a node, they leave each other's marks alone."""
+    """Jobs of a node that share SLURM_TMPDIR leave each other's marks alone."""
     flags, disk = [*TWO, "--nodes=1", "--nodelist=node1"], "/tmp/one for all"
     job = user.train("--epochs=200", flags=flags, SLURM_TMPDIR=disk)
     user.until(job, r"^Epoch 1: ")
@@ -177,8 +179,17 @@ def test_two_jobs_in_one_folder(user):
 
 
 def test_torchrun_elastic(user, tmp_path):
-    """A node is lost and comes back: the other one goes on alone meanwhile, from the newest checkpoint."""
-    elastic = "--nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=1".split()
+    """A node is lost and comes back.
+
+    The other one goes on alone meanwhile, from the newest checkpoint.
+    """
+    elastic = [
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=1",
+    ]
     data = [
         "--synthetic",
         "--limit-train-samples=160",
@@ -186,7 +197,8 @@ def test_torchrun_elastic(user, tmp_path):
     ]
     script = ["--rdzv-endpoint=node1:29500", "main.py", *TINY, *data, "--epochs=400"]
     log = tmp_path / "log"
-    # Else PyTorch 2.15's first agent keeps the address of its store to itself, and nobody can join.
+    # Else PyTorch 2.15's first agent keeps the address of its store
+    # to itself, and nobody can join.
     env = user.env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     env["TMPDIR"] = str(
         tmp_path
@@ -217,7 +229,8 @@ def test_torchrun_elastic(user, tmp_path):
         user.kill_all("node2")
         # Alone, with the global batch of two.
         until(
-            f"{both}.*Resuming from .*World size 1: 16 steps an epoch, 1 x 10 samples each.*Epoch"
+            f"{both}.*Resuming from .*"
+            "World size 1: 16 steps an epoch, 1 x 10 samples each.*Epoch"
         )
         agents.append(start("node2"))
         until(f"{both}.*World size 1: .*Resuming from .*{both}.*Epoch")

@@ -1,8 +1,8 @@
-"""What imagenet/main.py and data.py train on and compute, on one rank and several, stopped and started again.
+"""What imagenet/main.py and data.py train on and compute, stopped and started again.
 
-The shipped main.py runs as it is, with flags and environment only: every rank is a process of its own, in a
-real process group (gloo) on this machine's CPU, without Slurm. Where a number finer than the printed ones is
-needed, its functions are called.
+The shipped main.py runs as it is, with flags and environment only: every rank is a
+process of its own, in a real process group (gloo) on this machine's CPU, without Slurm.
+Where a number finer than the printed ones is needed, its functions are called.
 """
 
 import argparse
@@ -57,9 +57,16 @@ data = importlib.import_module("data")
 
 SAVED = checkpoint.REQUEUE
 # Of 23 pictures to validate, neither 2 nor 3 ranks have the same number each.
-TINY = "--synthetic --image-size=32 --limit-train-samples=67 --limit-valid-samples=23 --batch-size=4".split()
+TINY = [
+    "--synthetic",
+    "--image-size=32",
+    "--limit-train-samples=67",
+    "--limit-valid-samples=23",
+    "--batch-size=4",
+]
 EPOCH_LINE = re.compile(
-    r"^Epoch (\d+): (train loss \d+\.\d{3} accuracy \d+\.\d\d%, valid loss \d+\.\d{3} accuracy \d+\.\d\d%), "
+    r"^Epoch (\d+): (train loss \d+\.\d{3} accuracy \d+\.\d\d%, "
+    r"valid loss \d+\.\d{3} accuracy \d+\.\d\d%), "
     r"\d+ images/s, \d+% waiting for data$",
     re.MULTILINE,
 )
@@ -72,7 +79,7 @@ WEIGHTS_LINE = re.compile(
 
 
 class Training:
-    """main.py on some ranks, and all that they print. Its node's disk is a folder of its own."""
+    """main.py on some ranks, and all that they print. Its node's disk is a folder."""
 
     def __init__(self, folder: Path, world_size: int, *arguments: str):
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +119,7 @@ class Training:
             time.sleep(0.002)
 
     def wait_for_file(self, name: str) -> None:
-        """Wait for a file of that name among the checkpoints, or in the folder of the run."""
+        """Wait for a file of that name among the checkpoints or in the run's folder."""
         self.wait_for(
             lambda: list(self.checkpoints.glob(name)) or (self.folder / name).exists()
         )
@@ -208,7 +215,7 @@ def kill(pid: int, number: signal.Signals) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process is there and not only waits for its parent to take note of its end."""
+    """Return whether a process is there, and does not only wait for its parent."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[
             0
@@ -248,7 +255,7 @@ def errors(text: str) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def second_run(tmp_path_factory):
-    """A run on another one's folder, which waits a minute while the tests of this file go on."""
+    """A run on another one's folder: it waits a minute while other tests go on."""
     folder = tmp_path_factory.mktemp("shared")
     receiver, sender = forkserver().Pipe(duplex=False)
     process = forkserver().Process(
@@ -278,7 +285,8 @@ MOBILE = [
     "--epochs=3",
     "--save-steps=3",
 ]  # BatchNorm and dropout
-# On 3 ranks: of 2 numbers, the sum does not depend on their order, which settle_buckets keeps.
+# On 3 ranks: of 2 numbers, the sum does not depend
+# on their order, which settle_buckets keeps.
 ACCUMULATING = [
     *MOBILE,
     "--accumulate=2",
@@ -299,7 +307,7 @@ def undisturbed(tmp_path_factory) -> dict[str, str]:
 
 
 def test_a_whole_run(undisturbed):
-    """It says on how many samples it trains, an epoch a line, and last what its weights are."""
+    """It says on how many samples it trains, a line an epoch, and last its weights."""
     shares = {
         "plain": (64, "2 x 4 samples each, of 67"),
         "accumulating": (96, "3 x 4 samples each, of 100"),
@@ -333,7 +341,7 @@ def test_a_whole_run(undisturbed):
     ],
 )
 def test_stopped_in_an_epoch(kind, number, workers, first_stop, undisturbed, tmp_path):
-    """A run stopped twice, by either signal, ends with the lines and the weights of one that never was."""
+    """A run stopped twice, by either signal, ends as one that never was."""
     world_size, arguments = KINDS[kind]
     arguments = [*arguments, f"--workers={workers}"]
     stops = []
@@ -354,19 +362,21 @@ def test_stopped_in_an_epoch(kind, number, workers, first_stop, undisturbed, tmp
         assert f"epoch-{int(epoch):03}-step-{int(step):06}.pt" == saved(training)[-1]
     assert stops[0] < stops[1] and 0 < stops[0][1] <= 8
     text = train(tmp_path, world_size, *arguments)
-    assert (
-        f"Resuming from {training.checkpoints}/epoch-{stops[1][0]:03}-step-{stops[1][1]:06}.pt"
-        in text
-    )
+    name = f"epoch-{stops[1][0]:03}-step-{stops[1][1]:06}.pt"
+    assert f"Resuming from {training.checkpoints}/{name}" in text
     assert weights(text) == weights(undisturbed[kind])
     assert EPOCH_LINE.findall(text)[-1] == EPOCH_LINE.findall(undisturbed[kind])[-1]
-    # Nothing is lost, and nothing trained on twice: the first epoch's line is the same, too.
+    # Nothing is lost, and nothing trained on twice:
+    # the first epoch's line is the same, too.
     logs = "".join(path.read_text() for path in sorted(tmp_path.glob("*.log")))
     assert set(EPOCH_LINE.findall(logs)) == set(EPOCH_LINE.findall(undisturbed[kind]))
 
 
 def test_signals_to_workers_and_a_finished_run(undisturbed, tmp_path):
-    """Signals that reach the processes that load data change nothing. A finished run tells its end again."""
+    """Signals to the processes that load data change nothing.
+
+    A finished run tells its end again.
+    """
     with Training(tmp_path, 2, *MOBILE, "--workers=2") as training:
         training.wait_for_file("epoch-001-step-000003.pt")
         workers = [
@@ -388,8 +398,9 @@ def test_signals_to_workers_and_a_finished_run(undisturbed, tmp_path):
 
 
 def test_other_numbers_of_ranks(tmp_path):
-    """2 ranks, then 3, then 1: the same steps of 8 samples, all counted, and nearly the same weights."""
-    # A model without BatchNorm and dropout, whose steps do not depend on how a batch is shared.
+    """2 ranks, then 3, then 1: the same steps of 8 samples, nearly the same weights."""
+    # A model without BatchNorm and dropout, whose steps
+    # do not depend on how a batch is shared.
     arguments = [*TINY, "--model=dummy", "--epochs=3", "--save-steps=2", "--workers=1"]
     alone = train(tmp_path / "alone", 2, *arguments)
     folder = tmp_path / "elastic"
@@ -404,7 +415,10 @@ def test_other_numbers_of_ranks(tmp_path):
     text = train(folder, 1, *arguments)
     shares = {2: "2 x 4", 3: "3 x 2.667", 1: "1 x 8"}
     for number, (world_size, share) in enumerate(shares.items()):
-        head = f"World size {world_size}: 8 steps an epoch, {share} samples each, of 67; 23 to validate\n"
+        head = (
+            f"World size {world_size}: 8 steps an epoch, {share} samples each, "
+            "of 67; 23 to validate\n"
+        )
         assert head in (folder / f"{number}.log").read_text()
     assert "Epoch 3: " in text
     states = [
@@ -425,7 +439,10 @@ def test_other_numbers_of_ranks(tmp_path):
 
 
 def test_loss_that_is_not_finite(tmp_path):
-    """It ends all ranks with one line and status 1; nothing of it is saved, and job.sh need not try again."""
+    """It ends all ranks with one line and status 1.
+
+    Nothing of it is saved, and job.sh need not try again.
+    """
     arguments = [
         *TINY,
         "--model=dummy",
@@ -435,11 +452,13 @@ def test_loss_that_is_not_finite(tmp_path):
     ]
     with Training(tmp_path, 2, *arguments) as training:
         assert training.join() == [1, 1], training.text()
-        # A checkpoint that was due between the step and the next agreement is not written.
+        # A checkpoint that was due between the step
+        # and the next agreement is not written.
         *others, line = errors(training.text())
         assert all("the weights are not finite" in other for other in others)
         found = re.fullmatch(
-            r"main.py: error: the loss is (nan|inf) before step (\d+) of epoch 1: nothing of it is saved; "
+            r"main.py: error: the loss is (nan|inf) before step (\d+) of epoch 1: "
+            "nothing of it is saved; "
             "try a smaller --learning-rate, or look at the data",
             line,
         )
@@ -455,7 +474,7 @@ def test_loss_that_is_not_finite(tmp_path):
 
 
 def test_disk_that_is_full(tmp_path):
-    """Training goes on to its end, and then says that its last checkpoint is not on disk, once."""
+    """Training goes on to its end, then says once that its last checkpoint is lost."""
     arguments = [
         *TINY,
         "--model=shufflenet_v2_x0_5",
@@ -535,7 +554,7 @@ def test_a_picture_that_does_not_decode(split, workers, staged, tmp_path):
 
 
 def test_staged_pictures(staged, tmp_path):
-    """--limit-train-samples and --limit-valid-samples choose from what was staged, of all classes."""
+    """The --limit options choose from what was staged, of all classes."""
     arguments = [
         "--image-size=32",
         "--model=dummy",
@@ -570,7 +589,7 @@ def test_staged_pictures(staged, tmp_path):
     ],
 )
 def test_errors_are_one_line(arguments, message, tmp_path):
-    """What was asked for wrongly is said in one line, and all ranks end with status 1."""
+    """What was asked for wrongly is said in a line, and all ranks end with status 1."""
     text = train(
         tmp_path, 2, *TINY, "--model=dummy", "--workers=0", *arguments, status=1
     )
@@ -611,7 +630,7 @@ def test_path_too_long_for_sockets(tmp_path, monkeypatch):
 
 
 def test_interrupted(tmp_path):
-    """Ctrl-C ends a run, at once and with no process left behind, nor what they had for themselves."""
+    """Ctrl-C ends a run at once, and leaves no process and none of their own files."""
     command = [
         sys.executable,
         REPOSITORY / "imagenet" / "main.py",
@@ -667,7 +686,7 @@ def test_interrupted(tmp_path):
 
 
 def test_killed_rank(tmp_path):
-    """When a rank is killed, so do its workers end, and the other rank, which cannot go on without it."""
+    """A killed rank's workers end, and so does the other rank, which needs it."""
     flags = [
         "--model=dummy",
         "--epochs=9999",
@@ -786,7 +805,8 @@ def list_batches() -> list[str]:
             for epoch, start in ((1, 0), (2, 1), (2, 3)):
                 shares = []
                 for rank in range(world_size):
-                    # A process group whose ranks never meet: each is asked for its share here.
+                    # A process group whose ranks never meet:
+                    # each is asked for its share here.
                     dist.init_process_group(
                         "fake", rank=rank, world_size=world_size, store=FakeStore()
                     )
@@ -798,7 +818,10 @@ def list_batches() -> list[str]:
                     )
                     parts = list(batches)
                     dist.destroy_process_group()
-                    what = f"rank {rank} of {world_size}, {global_batch} by {batch_size} from {start}"
+                    what = (
+                        f"rank {rank} of {world_size}, "
+                        f"{global_batch} by {batch_size} from {start}"
+                    )
                     if any(not 0 < len(part) <= batch_size for part in parts):
                         wrong.append(
                             f"{what}: batches of {sorted(set(map(len, parts)))}"
@@ -807,7 +830,8 @@ def list_batches() -> list[str]:
                         wrong.append(f"{what}: of another epoch")
                     if len(parts) % batches.parts:
                         wrong.append(
-                            f"{what}: {len(parts)} batches, not a multiple of {batches.parts}"
+                            f"{what}: {len(parts)} batches, "
+                            f"not a multiple of {batches.parts}"
                         )
                     steps = [
                         parts[i : i + batches.parts]
@@ -827,7 +851,8 @@ def list_batches() -> list[str]:
                 ]
                 if together != expected:
                     wrong.append(
-                        f"{world_size} ranks, {global_batch} by {batch_size}, from {start}"
+                        f"{world_size} ranks, "
+                        f"{global_batch} by {batch_size}, from {start}"
                     )
                 sizes = {len(step) for share in shares for step in share}
                 if sizes and max(sizes) - min(sizes) > 1:
@@ -838,7 +863,10 @@ def list_batches() -> list[str]:
 
 
 def test_ranks_share_every_global_batch():
-    """Over all ranks, the whole batches of an epoch are there once, from any step on, in parts that fit."""
+    """Over all ranks, an epoch's whole batches are there once, from any step on.
+
+    Their parts fit.
+    """
     context = forkserver()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=send, args=(sender, list_batches))
@@ -874,7 +902,10 @@ def share_one_by_one(sync_batchnorm: bool) -> str | int:
 
 
 def test_batches_that_do_not_meet():
-    """SyncBatchNorm would wait for ever for a rank that has a batch less: that is refused, on all ranks."""
+    """SyncBatchNorm would wait for ever for a rank that has a batch less.
+
+    That is refused, on all ranks.
+    """
     assert run_ranks(2, share_one_by_one, False) == [2, 1]
     said = (
         "with SyncBatchNorm, 2 batches of one are too many for some ranks: start fewer"
@@ -895,7 +926,7 @@ def test_draw_epoch():
 
 
 def test_augmentation():
-    """A crop and a flip follow from (seed, epoch, sample) alone, whoever draws them and in which order."""
+    """Crop and flip follow from (seed, epoch, sample), in any order of drawing."""
     with alone():
         train_set, valid_set = data.load_data(options())
         another_seed, _ = data.load_data(options(seed=1))
@@ -941,7 +972,7 @@ def test_augmentation():
 
 
 class Limited(data.Augmented):
-    """The kernel stops whoever reads these from making a file, of whatever kind, any larger."""
+    """The kernel stops whoever reads these from making any file any larger."""
 
     def __init__(self, pictures, args: argparse.Namespace, killed: bool):
         super().__init__(pictures, None, args)
@@ -972,7 +1003,7 @@ def load_limited(killed: bool) -> list[str]:
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_nothing_is_left_in_shared_memory(killed):
-    """A worker may be killed while it makes a batch, or find no room for it: that is said."""
+    """A worker may be killed making a batch, or find no room for it: that is said."""
     before = set(os.listdir("/dev/shm"))
     (said,) = run_ranks(1, load_limited, killed)
     assert set(os.listdir("/dev/shm")) <= before
@@ -1028,7 +1059,10 @@ def test_made_up_pictures_to_validate_are_others():
 
 
 class ExactModel(nn.Sequential):
-    """A convolution without BatchNorm. It computes in float32: bfloat16 would hide differences below 1%."""
+    """A convolution without BatchNorm.
+
+    It computes in float32: bfloat16 would hide differences below 1%.
+    """
 
     def __init__(self):
         super().__init__(
@@ -1098,7 +1132,7 @@ def join_store() -> None:
 
 
 def take_one_step(folder: Path, global_batch_size: int, batch_size: int) -> dict:
-    """Return the gradients of the first step, the metrics, and how many times the model was called."""
+    """Return the first step's gradients, the metrics, and how often the model ran."""
     join_store()
     args = options(batch_size=batch_size, limit_train_samples=global_batch_size + 1)
     model = ExactModel()
@@ -1146,7 +1180,7 @@ def whole_batches(tmp_path_factory) -> dict[int, dict]:
 def test_a_step_is_that_of_the_whole_batch(
     world_size, global_batch_size, batch_size, forwards, whole_batches, tmp_path
 ):
-    """Shared and accumulated, gradients are those of one GPU with the whole batch, whatever the shares."""
+    """Shared and accumulated, gradients are those of one GPU, whatever the shares."""
     right = whole_batches[global_batch_size]
     ranks = run_ranks(
         world_size, take_one_step, tmp_path, global_batch_size, batch_size
@@ -1243,10 +1277,14 @@ def count_short_and_long(folder: Path, batch_size: int) -> list[dict]:
 
 @pytest.mark.parametrize("batch_size", [4, 2])
 def test_steps_hardly_talk(batch_size, tmp_path):
-    """One all-reduce of the gradients a step, also with accumulation, and a small one every 20 steps."""
+    """One all-reduce of the gradients a step, also with accumulation.
+
+    And a small one every 20 steps.
+    """
     for short, long in run_ranks(2, count_short_and_long, tmp_path, batch_size):
         assert [short["gradients"], long["gradients"]] == [10, 50]
-        # Before the first step, after it, when it is known how long a step takes, and at the end.
+        # Before the first step, after it, when it is known
+        # how long a step takes, and at the end.
         assert 2 <= short["agreements"] <= 4
         assert 1 <= long["agreements"] - short["agreements"] <= 4
         # DDP's own: BatchNorm's statistics before each step.
@@ -1293,9 +1331,11 @@ def agree_at_paces(folder: Path, done: int) -> list[int]:
 
 @pytest.mark.parametrize("done", [0, 500])
 def test_slow_steps_are_agreed_on_sooner(tmp_path, done):
-    """A signal leaves little time: ranks agree every 20 steps, or every 2 seconds, or when one is to save.
+    """A signal leaves little time, so that ranks agree often.
 
-    So do those of a run that goes on: the steps of its start before tell nothing of how long one takes now.
+    That is every 20 steps, or every 2 seconds, or when one is to save. So do
+    those of a run that goes on: the steps of its start before tell nothing of
+    how long one takes now.
     """
     first, second = run_ranks(2, agree_at_paces, tmp_path, done)
     assert first == second
@@ -1306,7 +1346,7 @@ def test_slow_steps_are_agreed_on_sooner(tmp_path, done):
 
 
 def agree_on_nan(folder: Path) -> tuple[int, str]:
-    """Return the exit status of this rank, and what it says, when the loss is not finite on rank 1 alone."""
+    """Return this rank's status and words when the loss is nan on rank 1 alone."""
     join_store()
     args = options(save_steps=1)
     _, run, _, _, checkpoints, monitor = build(folder, ExactModel(), args, 8)
@@ -1329,8 +1369,11 @@ def agree_on_nan(folder: Path) -> tuple[int, str]:
 
 def test_no_rank_goes_on_when_the_loss_is_nan_on_one(tmp_path):
     """All ranks leave together, one of them says why, and nothing is saved."""
-    line = "main.py: error: the loss is nan before step 1 of epoch 1: nothing of it is saved; "
-    line += "try a smaller --learning-rate, or look at the data\n"
+    line = (
+        "main.py: error: the loss is nan before step 1 of epoch 1: "
+        "nothing of it is saved; "
+        "try a smaller --learning-rate, or look at the data\n"
+    )
     assert run_ranks(2, agree_on_nan, tmp_path) == [(1, line), (1, "")]
     assert not list(tmp_path.glob("epoch-*"))
 
@@ -1352,7 +1395,7 @@ def evaluate(folder: Path, batch_size: int) -> tuple:
 
 
 def test_evaluation_does_not_depend_on_the_ranks(tmp_path):
-    """Any number of GPUs, and any batch size, report the same loss and accuracy for the same weights."""
+    """Any number of GPUs and any batch size report the same for the same weights."""
     results = [
         result
         for world_size, batch_size in ((1, 23), (2, 5), (3, 4))
@@ -1370,7 +1413,7 @@ def test_evaluation_does_not_depend_on_the_ranks(tmp_path):
 
 
 def test_every_model_can_be_built():
-    """Each of torchvision's classification models gives logits of as many classes as there are."""
+    """Each of torchvision's classification models gives logits of all the classes."""
     names = main.models.list_models(module=main.models)
     assert len(names) >= 80
     with torch.device("meta"):
@@ -1394,7 +1437,7 @@ def test_every_model_can_be_built():
 
 
 def test_blocks_begin_as_the_identity():
-    """The last BatchNorm of each block of a ResNet begins with a gamma of 0, the others with 1."""
+    """The last BatchNorm of a ResNet block begins with a gamma of 0, others with 1."""
     model = main.build_model(options(model="resnet18"), 10)
     gammas = {
         name: m.weight
@@ -1407,7 +1450,7 @@ def test_blocks_begin_as_the_identity():
 
 
 def test_weight_decay():
-    """Weights of convolutions and linear layers shrink; biases and norms do not. None is left out."""
+    """Weights of convolutions and linear layers decay; biases and norms do not."""
     model = main.build_model(options(model="resnet18"), 10)
     optimizer, _ = main.build_optimizer(model, options(weight_decay=0.03), 256, 10)
     decays = {
@@ -1425,7 +1468,7 @@ def test_weight_decay():
 
 @pytest.mark.parametrize("global_batch_size", [64, 1024])
 def test_learning_rate(global_batch_size):
-    """It rises for 8 of 90 epochs to --learning-rate per 256 samples, and falls to almost nothing."""
+    """It rises for 8 of 90 epochs to --learning-rate per 256 samples, then falls."""
     args = options(epochs=90, learning_rate=0.256)
     optimizer, scheduler = main.build_optimizer(
         nn.Linear(3, 2), args, global_batch_size, 5
@@ -1452,7 +1495,10 @@ def test_learning_rate(global_batch_size):
 
 
 def test_normalize():
-    """Colours at ImageNet's mean become 0, one standard deviation above it 1, as float32 in channels_last."""
+    """Colours at ImageNet's mean become 0, one standard deviation above it 1.
+
+    They are float32 in channels_last.
+    """
     mean, std = (
         torch.tensor(v).view(3, 1, 1)
         for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
@@ -1468,7 +1514,10 @@ def test_normalize():
 
 
 def test_metrics_are_averaged_over_samples():
-    """A small last batch weighs by its samples; a sample too many or too few stops the run."""
+    """A small last batch weighs by its samples.
+
+    A sample too many or too few stops the run.
+    """
     logits, labels = 3 * torch.randn(22, 10).bfloat16(), torch.randint(10, (22,))
     metrics = torch.zeros(3, dtype=torch.float64)
     for some_logits, some_labels in zip(
@@ -1494,7 +1543,7 @@ def test_same_is_no_approximation():
 
 
 def test_another_run_writes_there(second_run):
-    """The second of two runs on one folder gives up after a minute, and touches nothing."""
+    """The second run on a folder gives up after a minute, and touches nothing."""
     folder, receiver = second_run
     assert receiver.poll(100)
     assert receiver.recv() == (

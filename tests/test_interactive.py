@@ -78,7 +78,7 @@ def test_debugger(jobs, archive, rank, flags):
 
 
 def read_until(stream, end: bytes) -> str:
-    """Return what comes, up to and with `end`; a test that waits too long is ended by its time limit."""
+    """Return what comes, up to and with `end`, if before the test's time limit."""
     text = b""
     while end not in text:
         piece = stream.read(1000)
@@ -119,7 +119,7 @@ def test_where_it_is(user, jobs, archive):
 
 
 def test_terminal_of_an_editor(user, tmp_path):
-    """A shell without Slurm's variables works in an allocation, by the commands of imagenet's page."""
+    """A shell without Slurm's variables works in a job, by the page's commands."""
     page = (REPOSITORY / "imagenet" / "README.rst").read_text()
     commands = re.findall(r"^    srun --jobid=1234 .* \\\n.*$", page, re.MULTILINE)
     assert len(commands) == 2
@@ -127,7 +127,9 @@ def test_terminal_of_an_editor(user, tmp_path):
     (job,) = re.findall(r"Granted job allocation (\d+)", granted.output)
     smaller = {
         "1234": job,
-        "--ntasks-per-node=4 --gpus-per-node=4": "--ntasks-per-node=1 --gpus-per-node=1",
+        "--ntasks-per-node=4 --gpus-per-node=4": (
+            "--ntasks-per-node=1 --gpus-per-node=1"
+        ),
         "--cpus-per-task=8": "--cpus-per-task=1",
         "/datasets/imagenet": user.env["IMAGENET_DIR"],
         "main.py": " ".join(["main.py", *TINY, "--epochs=1"]),

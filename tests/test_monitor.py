@@ -1,7 +1,8 @@
-"""What imagenet/monitor.py says about hangs, metrics, where a step's time goes, and waiting for data.
+"""What imagenet/monitor.py says about hangs, metrics, and where time goes.
 
-Ranks are processes of their own, in a real process group (gloo) on this machine's CPU, that really sleep, are
-stopped and are killed. No GPU is needed: how kernels are counted is tested on a list of them made by hand.
+Ranks are processes of their own, in a real process group (gloo) on this machine's CPU,
+that really sleep, are stopped and are killed. No GPU is needed: how kernels are counted
+is tested on a list of them made by hand.
 """
 
 import gzip
@@ -47,7 +48,8 @@ class Ranks:
     """Ranks that run `work(*args)` in a process group, and all that they print."""
 
     def __init__(self, log: Path, world_size: int, work, *args, timeout: float = 60):
-        # Every rank is forked from a process that has imported all this once; importing takes seconds.
+        # Every rank is forked from a process that has imported all this once;
+        # importing takes seconds.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             [
@@ -131,7 +133,7 @@ STEPS, HANG_AT = 6, 4
 
 
 class Samples(Dataset):
-    """Samples of which one, the first of step HANG_AT, may take until the file `go` exists."""
+    """Samples of which one, first in step HANG_AT, may take until `go` exists."""
 
     def __init__(self, go: Path | None):
         self.go = go
@@ -199,9 +201,10 @@ def check_whole_lines(text: str) -> None:
     ],
 )
 def test_sleeping_rank(fault, culprit, step, doing, tmp_path):
-    """The rank that all wait for is named once, with its step and its place, and all ranks show their stacks.
+    """The rank that all wait for is named once, with its step and its place.
 
-    When it goes on, so does the training, which ends well.
+    All ranks show their stacks. When the rank goes on, so does the training,
+    which ends well.
     """
     with Ranks(
         tmp_path / "log", 3, train_and_hang, 3.0, fault, culprit, tmp_path
@@ -236,7 +239,7 @@ def test_sleeping_rank(fault, culprit, step, doing, tmp_path):
 
 
 def test_stopped_rank(tmp_path):
-    """A rank that does not answer is named, before the process group's timeout ends the others."""
+    """A rank that does not answer is named before the timeout ends the others."""
     with Ranks(
         tmp_path / "log", 3, train_and_hang, 20.0, "stopped", 1, tmp_path, timeout=20
     ) as ranks:
@@ -248,7 +251,7 @@ def test_stopped_rank(tmp_path):
 
 
 def test_stopped_rank_0(tmp_path):
-    """Where the store does not answer, every rank shows its stacks all the same, and says so."""
+    """Where the store does not answer, every rank says so, and shows its stacks."""
     with Ranks(
         tmp_path / "log", 3, train_and_hang, 3.0, "stopped", 0, tmp_path
     ) as ranks:
@@ -274,7 +277,7 @@ def hang_twice(timeout: float, folder: Path) -> None:
 
 
 def test_second_hang(tmp_path):
-    """A hang that ends is said to, and the next one is reported as well, each of them once."""
+    """A hang that ends is said to, and the next is reported as well, each once."""
     with Ranks(tmp_path / "log", 2, hang_twice, 3.0, tmp_path) as ranks:
         for hang in (1, 2):
             ranks.wait_for("they wait for", hang)
@@ -398,7 +401,7 @@ def check_tracked(folder: Path, steps: range) -> None:
 
 
 def test_killed_and_resumed(tmp_path):
-    """A job killed anywhere and resumed from an older step has every step once in its metrics."""
+    """A job killed anywhere and resumed earlier has every step once in its metrics."""
     folder, mark = tmp_path / "metrics", tmp_path / "metrics" / "tracked"
     start = 0
     for goal in (40, 150, 151, 270):
@@ -432,7 +435,7 @@ def test_killed_after_the_mark(tmp_path):
 
 
 def test_killed_before_the_mark(tmp_path):
-    """A step that is on disk, but not in the file `tracked`, is written again and read once."""
+    """A step on disk, but not in the file `tracked`, is written again and read once."""
     track(tmp_path, range(10))
     (tmp_path / "tracked").write_text(
         "7"
@@ -493,7 +496,8 @@ def test_nowhere_to_write(what, tmp_path):
 def test_wandb_is_missing(tmp_path):
     with pytest.raises(
         SystemExit,
-        match=r"^main\.py: error: W&B is not installed: uv sync --locked --group wandb$",
+        match=r"^main\.py: error: W&B is not installed: "
+        r"uv sync --locked --group wandb$",
     ):
         monitor.Tracker(tmp_path, "project", "run", {})
 
@@ -537,7 +541,10 @@ def profile(
     [(0.15, 0.0, 9, "waiting for data"), (0.0, 0.3, 5, "communication")],
 )
 def test_profiler(data_seconds, rank_1_seconds, steps, slow, tmp_path):
-    """Rank 0's table shows slow data as such and a slow rank as communication, also in a short epoch."""
+    """Rank 0's table shows slow data as such, and a slow rank as communication.
+
+    That also holds in a short epoch.
+    """
     with Ranks(
         tmp_path / "log",
         2,
@@ -584,7 +591,7 @@ def test_profiler(data_seconds, rank_1_seconds, steps, slow, tmp_path):
 
 
 def test_no_steps_to_profile(tmp_path):
-    """An epoch too short for the profiler gives no table, and no error; nor does it without a folder."""
+    """A too short epoch gives no table, and no error; nor does it without a folder."""
     with Ranks(tmp_path / "log", 2, profile, tmp_path / "traces", 0.0, 0.0, 2) as ranks:
         assert "ms a step" not in ranks.join()
     profiler = monitor.Profiler(None)
@@ -593,7 +600,7 @@ def test_no_steps_to_profile(tmp_path):
 
 
 def test_time_on_a_gpu():
-    """Kernels belong to what launched them, though they run later; every moment counts once."""
+    """Kernels belong to what launched them, though they run later, and count once."""
     cpu = {
         "step": [(100, 120), (120, 300)],
         "forward": [(102, 105), (280, 284)],

@@ -1,4 +1,4 @@
-"""imagenet/prepare_data.py: what it stages is whole and what it was, and all else is refused in one line."""
+"""imagenet/prepare_data.py: what it stages is whole; one line refuses all else."""
 
 import contextlib
 import io
@@ -292,7 +292,7 @@ def test_every_tenth_is_held_out(tmp_path, data_dir):
 
 
 def test_long_names(tmp_path, data_dir):
-    """GNU's and POSIX's ways to store names of more than 100 characters, and deep folders."""
+    """GNU's and POSIX's ways to store names over 100 characters, and deep folders."""
     data = next(iter(draw_folders(tmp_path / "some.tar").train.values()))
     files = {f"train/a class/{'deep/' * 30}{'é' * 60}{i}.jpg": data for i in range(3)}
     files |= {f"{'root' * 20}/val/a class/short{i}.jpg": data for i in range(2)}
@@ -336,8 +336,11 @@ def test_decoding_is_quiet(imagenet):
         decode(data)
         warnings.warn("another one", DeprecationWarning, stacklevel=1)
     assert [str(warning.message) for warning in caught] == ["another one"]
-    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import prepare_data as p; "
-    code += f"p.decode(bytearray({bytes(data)!r})); import warnings; warnings.warn('mine', DeprecationWarning)"
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); "
+        f"import prepare_data as p; p.decode(bytearray({bytes(data)!r})); "
+        "import warnings; warnings.warn('mine', DeprecationWarning)"
+    )
     result = subprocess.run(
         [sys.executable, "-Wdefault", "-c", code], capture_output=True, text=True
     )
@@ -418,7 +421,7 @@ def test_what_others_have_put_there(imagenet, data_dir):
 
 
 def test_after_the_node_went_down(imagenet, data_dir):
-    """What the disk had not got by then is lost, and the mark may be there, whole or empty."""
+    """What the disk had not got by then is lost; a mark may be there, even empty."""
     run(imagenet.source, data_dir)
     mark = json.loads((data_dir / "staged.json").read_text())
     for text in (json.dumps(mark | {"boot": "another"}), ""):
@@ -440,7 +443,7 @@ def large(tmp_path_factory):
 
 
 def wait_for(condition, process) -> None:
-    """Wait until a condition holds or the process has ended; no longer than a minute."""
+    """Wait up to a minute until a condition holds or the process has ended."""
     deadline = time.monotonic() + 60
     while not condition() and process.poll() is None:
         assert time.monotonic() < deadline
@@ -494,7 +497,7 @@ def test_killed_in_another_form(large, data_dir):
 
 
 def test_no_process_outlives_a_killed_one(large, data_dir):
-    """Their lock would keep others waiting, and they would write into the next one's files."""
+    """Their lock would make others wait, and they would write into the next's files."""
     process = Started(large.source, data_dir, "--resize=32", "--workers=3")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     wait_for(lambda: len(children.read_text().split()) == 3, process)
@@ -686,7 +689,10 @@ def test_flipped_bit_in_a_header(damaged, data_dir, name, byte, flags):
 
 
 def edit_tars(damaged: Path, edit) -> None:
-    """Write the training archive anew, from what `edit` makes of {name of class's tar: {name: bytes}}."""
+    """Write the training archive anew, from what `edit` makes of its contents.
+
+    Those are {name of class's tar: {name: bytes}}.
+    """
     tars = {}
     with tarfile.open(damaged / TRAIN) as outer:
         for member in outer:
@@ -1057,7 +1063,7 @@ def test_release_while_another_waits(large, data_dir):
 
 
 def test_one_comes_while_another_leaves(data_dir, monkeypatch):
-    """The folder may be removed between any two of its steps: then it makes it again."""
+    """If the folder is removed between any two of its steps, it makes it again."""
     make_private, left = prepare_data.make_private, []
 
     def make_private_once(path: Path) -> None:
@@ -1083,7 +1089,7 @@ def test_a_folder_that_cannot_be_made(imagenet, data_dir, name):
 
 
 def test_results_do_not_pile_up():
-    """Where the disk is slower than the workers, they wait for it: memory would not hold what they resize."""
+    """Workers wait for a slower disk: memory would not hold all that they resize."""
     drawn = []
     with prepare_data.WorkerPool(2) as pool:
         results = pool.map(abs, (drawn.append(i) or -i for i in range(100)))
@@ -1102,7 +1108,8 @@ def test_lines_in_a_file(large, data_dir):
     for line in tenths:
         assert re.fullmatch(rf"{HOST}: [1-9]0%, \d+ pictures/s", line), output
     assert re.fullmatch(
-        rf"{HOST}: staged 1 600 \+ 120 pictures of 40 classes, extracted in .*: \d\.\d\d GB in \d+\.\d s, .*",
+        rf"{HOST}: staged 1 600 \+ 120 pictures of 40 classes, extracted in .*: "
+        r"\d\.\d\d GB in \d+\.\d s, .*",
         last,
     )
 

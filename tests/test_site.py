@@ -1,4 +1,4 @@
-"""The site that CONTRIBUTING.rst says how to build: no link in it is broken, and its diffs are whole."""
+"""The site of CONTRIBUTING.rst: no link is broken, and its diffs are whole."""
 
 import subprocess
 from html.parser import HTMLParser
@@ -9,7 +9,8 @@ import pytest
 import update_readmes
 
 REPOSITORY = Path(__file__).parent.parent
-# The group docs is not in .venv. It gets an environment of its own, of 28 small packages: 4 s.
+# The group docs is not in .venv. It gets an environment of its own,
+# of 28 small packages: 4 s.
 COMMAND = "uv run --isolated --only-group docs --locked sphinx-build -W -c docs . site"
 DIFFS = [
     ("single_gpu/job.sh", "multi_gpu/job.sh"),

@@ -52,7 +52,8 @@ def test_session(jobs, page_holds, nothing_left, home, session):
 def test_session_with_limited_memory(jobs, page_holds, home, session, pytestconfig):
     if not slurm.MEMORY.exists():
         pytest.skip(
-            "the test cluster limits memory by control groups of version 1, which are not here"
+            "the test cluster limits memory by control groups of version 1, "
+            "which are not here"
         )
     release = pytestconfig.getoption("slurm") or "installed"
     with first_aid.start_cluster(limit_memory=True, release=release) as cluster:

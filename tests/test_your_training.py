@@ -1,4 +1,4 @@
-"""docs/your_training: the script before, and the script after as a job of multi_node."""
+"""docs/your_training: the script before, and after it as a job of multi_node."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ FLAGS = [
 
 
 def epochs(text: str) -> list[float]:
-    """Assert that the lines of 5 epochs are there, each over all 4096 samples; return the losses."""
+    """Assert that 5 epochs have lines, each over 4096 samples; return the losses."""
     lines = re.findall(
         r"^Epoch (\d): loss (\d\.\d{4}) over 4096 samples$", text, re.MULTILINE
     )

@@ -27,8 +27,9 @@ for epoch in range(5):
         optimizer.step()
         metrics[0] += loss.detach() * len(targets)
         metrics[1] += len(targets)
+    total, count = metrics
     print(
-        f"Epoch {epoch}: loss {metrics[0] / metrics[1]:.4f} over {metrics[1]:.0f} samples",
+        f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples",
         flush=True,
     )
     torch.save(model.state_dict(), "model.pt")

@@ -43,9 +43,10 @@ for epoch in range(5):
         metrics[0] += loss.detach() * len(targets)
         metrics[1] += len(targets)
     dist.all_reduce(metrics)
+    total, count = metrics
     if rank == 0:
         print(
-            f"Epoch {epoch}: loss {metrics[0] / metrics[1]:.4f} over {metrics[1]:.0f} samples",
+            f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples",
             flush=True,
         )
         torch.save(model.module.state_dict(), "model.pt")

@@ -1,4 +1,4 @@
-"""On PYTHONPATH, this lets torchvision read the small CIFAR-10 archive that the tests write themselves."""
+"""On PYTHONPATH, this lets torchvision read the tests' own small CIFAR-10 archive."""
 
 import contextlib
 import os

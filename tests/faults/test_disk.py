@@ -1,4 +1,4 @@
-"""Checkpoints and data that are damaged, missing, of another run or not to be trusted, and full disks."""
+"""Checkpoints and data that are damaged, missing or not the run's, and full disks."""
 
 import importlib
 import itertools
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def stopped(user: User, folder: Path, *arguments: str) -> tuple[str, list[Path]]:
-    """Let a job be stopped in its second epoch; return what it said and its checkpoints, newest first."""
+    """Stop a job in its second epoch; return output, and checkpoints newest first."""
     job = user.train(
         *EPOCHS, "--save-steps=3", f"--checkpoint-dir={folder}", *arguments
     )
@@ -58,7 +58,7 @@ class Malicious:
 
 @pytest.mark.parametrize("damage", every_case("bit", "cut", "empty", "code", "all"))
 def test_damaged_checkpoint(user, undisturbed, tmp_path, damage):
-    """The newest whole one is taken instead, with a warning; where there is none, nothing starts anew."""
+    """The newest whole one is taken, with a warning; if none, nothing starts anew."""
     folder, proof = tmp_path / "checkpoints", tmp_path / "code has run"
     before, (newest, *older) = stopped(user, folder)
     content = bytearray(newest.read_bytes())
@@ -141,8 +141,9 @@ def test_checkpoint_of_another_run(user, tmp_path, change):
 
 @pytest.mark.parametrize("what", every_case("full", "gone", "read-only"))
 def test_checkpoint_folder(user, tmp_path, what):
-    """Training ends and says that its checkpoints are not on disk; the ones before the fault stay."""
-    # A disk of rank 0's node: enough for the staged data and two checkpoints, not for the third.
+    """Training ends and says what is not on disk; checkpoints before the fault stay."""
+    # A disk of rank 0's node: enough for the staged data
+    # and two checkpoints, not for the third.
     disk, node1 = "/tmp/a small disk", user.cluster.namespaces("node1")
     folder = Path(f"{disk}/checkpoints")
     user.run([*node1, "mkdir", "-p", disk])
@@ -201,7 +202,7 @@ def draw(folder: Path, resolution: int = 40) -> None:
     "what", every_case("bad picture", "missing", "cut", "labels", "member outside")
 )
 def test_bad_data(user, tmp_path, what):
-    """It is named, before training where that is possible, and is no reason to try again."""
+    """It is named, before training if possible, and is no reason to try again."""
     source = tmp_path / "archives"
     draw(source)
     train = source / "ILSVRC2012_img_train.tar"
@@ -232,7 +233,10 @@ def test_bad_data(user, tmp_path, what):
         source.write_bytes(
             tar_bytes({"train/a/1.jpg": picture, "val/a/1.jpg": picture, name: picture})
         )
-        message = f"prepare_data.py: error: .*mine.tar: a member's name, '{name}', leads elsewhere"
+        message = (
+            "prepare_data.py: error: .*mine.tar: "
+            f"a member's name, '{name}', leads elsewhere"
+        )
     result = user.wait(user.train(*EPOCHS, IMAGENET_DIR=str(source)))
     assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
     assert re.match(message, errors(result.output)[0]), result
@@ -273,7 +277,10 @@ EXAMPLES = ("imagenet", "multi_node", "multi_gpu", "single_gpu")
     "made, folder", every_case(*itertools.product(("folder", "link"), EXAMPLES))
 )
 def test_folder_of_someone_else(user, tmp_path, made, folder):
-    """Another user has made what job.sh would make: a folder to look into, or a link to one of the user's."""
+    """Another user has made what job.sh would make.
+
+    A folder to look into, or a link to one of the user's.
+    """
     own = tmp_path / "own"
     own.mkdir()
     job = user.submit(

@@ -1,4 +1,4 @@
-"""SIGKILL to a process of a job, as the kernel does it when memory runs out: the end is the same."""
+"""SIGKILL to a process of a job, as when memory runs out: the end is the same."""
 
 import os
 import random
@@ -43,7 +43,10 @@ def test_killed(user, undisturbed, moment):
         user.until(job, "^job.sh: status .*: to be requeued$")
     assert time.monotonic() - start < 60
     output = user.log(job)
-    died = rf"^srun: error: node{task + 1}: task {task}: (Exited with exit code 137|Killed)$"
+    died = (
+        rf"^srun: error: node{task + 1}: task {task}: "
+        r"(Exited with exit code 137|Killed)$"
+    )
     assert re.search(died, output, re.MULTILINE), output
     if moment in ("staging", "import"):
         assert user.run(["scontrol", "requeue", job]).exit_code == 0
@@ -57,7 +60,7 @@ def test_killed(user, undisturbed, moment):
 
 
 def test_rank_0_raises(user, undisturbed):
-    """An exception in rank 0 alone, between the others' barriers, ends the job at once."""
+    """An exception in rank 0 alone, between others' barriers, ends the job at once."""
     job = user.train(*EPOCHS, "--save-steps=2")
     user.until_file(job, "*-step-000002.pt")
     assert user.kill("node1", "main.py", signal.SIGINT) == 0  # raises KeyboardInterrupt
@@ -73,7 +76,7 @@ def test_rank_0_raises(user, undisturbed):
     "number", every_case(signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)
 )
 def test_data_loader_worker(user, undisturbed, number):
-    """A worker that is killed ends the training, which starts again; other signals are not for workers."""
+    """A killed worker ends the training, which starts again; other signals do not."""
     job = user.train(*EPOCHS, "--save-steps=2")
     user.until_file(job, "*-step-000002.pt")
     assert user.kill("node2", "main.py", number, age="--newest") == 0
@@ -88,7 +91,7 @@ def test_data_loader_worker(user, undisturbed, number):
 
 @pytest.mark.parametrize("rank", every_case(1, 0))
 def test_rank_sleeps_for_ever(user, undisturbed, rank):
-    """It is named, with the Python stack of the others, within the timeout; the job is started again."""
+    """It is named in time, with the others' Python stacks; the job is started again."""
     job = user.train(*EPOCHS, "--save-steps=3", "--timeout=30")
     user.until_file(job, "*-step-000003.pt")
     assert user.kill(f"node{rank + 1}", "main.py", signal.SIGSTOP) == 0
@@ -109,7 +112,7 @@ def test_rank_sleeps_for_ever(user, undisturbed, rank):
 
 
 def test_always_killed(user):
-    """A job that never gets to its next checkpoint gives up after a few tries, and says so."""
+    """A job that never gets to its next checkpoint gives up after a few tries."""
     job = user.train(
         *EPOCHS, "--batch-size=2"
     )  # many steps, to be killed before the end of an epoch
@@ -143,7 +146,10 @@ def test_always_killed(user):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills, epochs", every_case((3, 15), (20, 40)))
 def test_random_moments(user, kills, epochs):
-    """One job killed so many times, by any process, at any time. A user starts it again where it gave up."""
+    """One job killed so many times, by any process, at any time.
+
+    A user starts it again where it gave up.
+    """
     seed = time.time_ns() % 2**32
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -173,7 +179,8 @@ def test_random_moments(user, kills, epochs):
         where = user.log(job).splitlines()[-1:]
         killed = user.kill(node, "", age=age) == 0
         print(
-            f"kill {kill}: {delay:.2f} s after start, {node} {age}, {killed=}, after {where}"
+            f"kill {kill}: {delay:.2f} s after start, {node} {age}, {killed=}, "
+            f"after {where}"
         )
         if killed:
             restarts = user.show(job)["Restarts"]

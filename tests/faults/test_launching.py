@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def test_same_port(user):
-    """Of two jobs with one port on a node the second says so and ends, and the first one goes on."""
+    """With one port for two jobs on a node, the second says so, and only it ends."""
     one = ["--nodes=1", "--nodelist=node1", *TWO]
     first = user.train("--epochs=40", flags=one, MASTER_PORT="23456")
     user.until(first, "^World size")
@@ -51,7 +51,7 @@ def test_stranger_at_the_port(user, undisturbed, when):
 
 
 def test_quotes_and_spaces(user, tmp_path, undisturbed):
-    """Any character may be in a path. (The repository is in a folder with a space, too.)"""
+    """Any character may be in a path. (The repository's has a space, too.)"""
     name = """a 'single' and a "double" quote, $HOME, `date`, a*? and \\"""
     folder, source, data = (
         tmp_path / name,
@@ -73,7 +73,7 @@ def test_quotes_and_spaces(user, tmp_path, undisturbed):
 
 
 def test_output_folder_missing(user, tmp_path):
-    """Slurm 22.05 fails without a log; later ones make the folder. Nothing is left in either case."""
+    """Slurm 22.05 fails without a log; later ones make the folder. Nothing is left."""
     output = tmp_path / "missing" / "%j.out"
     result = user.run(
         ["sbatch", "--parsable", f"--output={output}", *TWO, "job.sh", *TINY, *EPOCHS],
@@ -91,7 +91,7 @@ def test_output_folder_missing(user, tmp_path):
 
 
 def test_main_without_srun(user, tmp_path):
-    """In a batch script, main.py alone would wait for tasks that do not exist: it says so."""
+    """In a batch script, main.py would wait for tasks that do not exist: it says so."""
     script = "cd imagenet && uv run --no-sync python main.py --synthetic " + " ".join(
         TINY
     )
@@ -100,7 +100,8 @@ def test_main_without_srun(user, tmp_path):
     )
     assert result.state == "FAILED", result
     assert re.findall("^main.py: .*", result.output, re.MULTILINE) == [
-        "main.py: error: this is none of the 2 tasks of the job: start main.py with srun"
+        "main.py: error: this is none of the 2 tasks of the job: "
+        "start main.py with srun"
     ]
 
 
@@ -112,7 +113,8 @@ def test_torchrun_in_srun_in_salloc(user, tmp_path):
         export OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
         node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
         srun {torchrun} --rdzv-endpoint="$node:29400" \\
-            main.py --synthetic --limit-train-samples=160 --limit-valid-samples=24 {" ".join(TINY)} --epochs=1
+            main.py --synthetic --limit-train-samples=160 \\
+            --limit-valid-samples=24 {" ".join(TINY)} --epochs=1
     """
     command = ["salloc", "--nodes=2", *TWO, "bash", "-euc", script]
     result = user.run(
@@ -126,7 +128,7 @@ def test_torchrun_in_srun_in_salloc(user, tmp_path):
 
 @pytest.mark.parametrize("tasks", every_case(4, 24))
 def test_many_tasks_start_at_once(user, tasks):
-    """All of them start uv and import torch at the same moment, without a way to the internet."""
+    """All of them start uv and import torch at once, without a way to the internet."""
     flags = [
         f"--ntasks-per-node={tasks // 2}",
         "--gpus-per-node=0",

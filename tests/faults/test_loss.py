@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 @pytest.mark.parametrize("learning_rate", every_case("1e30", "1e10"))
 def test_loss_is_not_finite(user, learning_rate):
-    """All ranks stop when they next talk, one line says why, and nothing of it is saved."""
+    """All ranks stop when they next talk, a line says why, and nothing is saved."""
     job = user.train(
         *EPOCHS,
         f"--learning-rate={learning_rate}",
@@ -20,7 +20,8 @@ def test_loss_is_not_finite(user, learning_rate):
     result = user.wait(job)
     assert result.state == "FAILED" and user.show(job)["Restarts"] == "0", result
     (step,) = re.findall(
-        r"^main.py: error: the loss is (?:nan|inf) before step (\d+) of epoch 1: nothing of it is saved; "
+        r"^main.py: error: the loss is (?:nan|inf) before step (\d+) of epoch 1: "
+        "nothing of it is saved; "
         "try a smaller --learning-rate, or look at the data$",
         result.output,
         re.MULTILINE,

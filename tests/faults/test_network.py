@@ -50,7 +50,7 @@ def repaired(user, nothing_left):
     "what", ["route", "cable of node2", *every_case("", "cable of node1")[1:]]
 )
 def test_network_fails(user, undisturbed, what, length):
-    """Nodes cannot reach each other, or one nobody: for longer than ranks wait, or for a moment only."""
+    """Nodes cannot reach each other, or one nobody, for long or for a moment only."""
     job = user.train(*ARGUMENTS)
     user.until_file(job, "*-step-000003.pt")
     ends = [("node1", "node2"), ("node2", "node1")] if what == "route" else []
@@ -91,13 +91,17 @@ CRASHES = [("node2", "stays away"), ("node2", "returns")]
     [*CRASHES, *every_case("", ("node1", "stays away"), ("node1", "returns"))[1:]],
 )
 def test_node_crashes(user, undisturbed, node, then):
-    """A node loses its power, node1 with the batch script: the job starts again, on another where it must."""
+    """A node loses its power, node1 with the batch script.
+
+    The job starts again, on another node where it must.
+    """
     job = user.train(*ARGUMENTS)
     user.until_file(job, "*-step-000003.pt")
     user.cluster.crash(node)
     if then == "returns":
         user.cluster.revive()
-    # Slurm does not miss a batch script that is just starting before it has asked its nodes 20 times.
+    # Slurm does not miss a batch script that is just starting
+    # before it has asked its nodes 20 times.
     user.until(job, "^Job .* requeued 1 times", timeout=300 if node == "node1" else 200)
     nodes = user.show(job)["NodeList"]
     result = user.wait(job)
@@ -111,7 +115,7 @@ def test_node_crashes(user, undisturbed, node, then):
 
 @pytest.mark.every_case
 def test_node_crashes_in_multi_node(jobs, user):
-    """A job that cannot resume ends, and does not wait for the node that has come back without it."""
+    """A job that cannot resume ends; it waits for no node that came back without it."""
     job = jobs.submit("multi_node", *TWO, "job.sh", "--epochs=1000", "--batch-size=4")
     user.until(job, "^Epoch 1: ")
     user.cluster.crash("node2")
@@ -120,13 +124,16 @@ def test_node_crashes_in_multi_node(jobs, user):
     assert result.state == "FAILED", result
     lost = re.escape(f"[{user.cluster.address('node2')}]")
     # Who notices first says so, and srun then kills rank 0.
-    said = rf"^\[rank0\]: RuntimeError: .*({lost}|Timed out)|^srun: error: .* missing step on node 1$"
+    said = (
+        rf"^\[rank0\]: RuntimeError: .*({lost}|Timed out)|"
+        r"^srun: error: .* missing step on node 1$"
+    )
     assert re.search(said, result.output, re.MULTILINE), result
 
 
 @pytest.mark.parametrize("meanwhile", ["the job trains", "a rank is killed"])
 def test_controller_restarts(user, undisturbed, meanwhile):
-    """A job does not notice that the controller is away for a while, or waits until it can be requeued."""
+    """Without the controller, a job goes on, or waits until it can be requeued."""
     job = user.train(*ARGUMENTS)
     user.until_file(job, "*-step-000003.pt")
     rank = user.pid("node2", "main.py")

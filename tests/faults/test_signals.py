@@ -1,4 +1,7 @@
-"""What Slurm itself does to a job: signals, requeues, suspension, preemption. The end is the same."""
+"""What Slurm itself does to a job: signals, requeues, suspension, preemption.
+
+The end is the same.
+"""
 
 import os
 import re
@@ -12,7 +15,7 @@ ASKED_TO_STOP = r"^Asked to stop: saved (step \d+ of epoch \d+), to go on from t
 
 
 def preempt(user: User, job: str) -> None:
-    """Let a more urgent job take the nodes, and leave them when the first one is back in the queue."""
+    """Let a more urgent job take the nodes until the first one is back in the queue."""
     other = user.submit(
         "", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep infinity"
     )
@@ -23,7 +26,7 @@ def preempt(user: User, job: str) -> None:
 
 
 def warn_stopped(user: User, job: str, rank: int) -> None:
-    """Warn a job of which one rank is stopped: this goes on when the warning is there."""
+    """Warn a job while one rank is stopped, which goes on when the warning is there."""
     user.warn(job)
     user.until_pending(job, rank, signal.SIGUSR1)
     os.kill(rank, signal.SIGCONT)
@@ -41,7 +44,7 @@ def warn_stopped(user: User, job: str, rank: int) -> None:
     ],
 )
 def test_four_warnings(user, undisturbed, moments):
-    """Four times in a row the time limit comes near: four times the job saves and comes back."""
+    """Four times in a row the time limit comes near; the job saves and comes back."""
     job = user.train(*EPOCHS, "--save-steps=3")
     for requeues, moment in enumerate(moments, 1):
         user.until_found(
@@ -62,7 +65,7 @@ def test_four_warnings(user, undisturbed, moments):
 
 
 def test_requeue_by_hand(user, undisturbed):
-    """`scontrol requeue` leaves the ranks time to save, also where that takes longer than srun lives."""
+    """`scontrol requeue` leaves the ranks time to save, even longer than srun lives."""
     job = user.train(*EPOCHS, "--save-steps=3")
     user.until(job, "^World size")
     rank = user.pid("node1", "main.py")
@@ -104,7 +107,10 @@ def test_requeue_by_hand(user, undisturbed):
 
 
 def test_array(user, undisturbed):
-    """What happens to a task of an array happens to no other, though the last has the number of them all."""
+    """What happens to a task of an array happens to no other.
+
+    The last one has the number of them all.
+    """
     flags = [*TWO, "--time=60", "--array=1-2", f"--output={user.logs}/%A_%a.out"]
     array = user.train(
         *EPOCHS, "--seed=0", "--save-steps=1", "--timeout=900", flags=flags
@@ -142,7 +148,7 @@ def test_array(user, undisturbed):
 
 @pytest.mark.parametrize("seconds", every_case(4, 25))
 def test_suspended(user, undisturbed, seconds):
-    """A job may be suspended for a while, and for longer than its ranks wait for each other."""
+    """A job may be suspended, even for longer than its ranks wait for each other."""
     job = user.train(*EPOCHS, "--save-steps=3", "--timeout=15")
     user.until_file(job, "*-step-000003.pt")
     assert user.run(["scontrol", "suspend", job]).exit_code == 0
@@ -159,7 +165,7 @@ def test_suspended(user, undisturbed, seconds):
 
 @pytest.mark.parametrize("grace", every_case(15, 0))
 def test_preempted(user, undisturbed, grace):
-    """A job with more urgent ones behind it saves in the time it is given, and comes back."""
+    """A job with more urgent ones behind it saves in its grace time, and comes back."""
     set_grace = ["scontrol", "update", "PartitionName=main"]
     assert user.run([*set_grace, f"GraceTime={grace}"]).exit_code == 0
     try:
@@ -174,7 +180,8 @@ def test_preempted(user, undisturbed, grace):
         result = user.wait(job)
     finally:
         user.run([*set_grace, "GraceTime=0"])
-    # Slurm 24.11 remembers the grace time, and calls a job so when it is done; 22.05 and 26.05 do not.
+    # Slurm 24.11 remembers the grace time, and calls a job so when it is done;
+    # 22.05 and 26.05 do not.
     remembered = grace and (24, 5) <= user.slurm_version() < (26, 5)
     assert weights(result, "PREEMPTED" if remembered else "COMPLETED") == undisturbed
     assert user.show(job)["Restarts"] == "1"
@@ -201,9 +208,9 @@ def test_warned(user, undisturbed, moment):
         result = user.wait(job)
         assert result.state == "FAILED", result
         (message,) = re.findall(r"^job.sh: error: .*", result.output, re.MULTILINE)
-        assert (
-            message
-            == "job.sh: error: the time limit came before the training had begun: ask for more --time"
+        assert message == (
+            "job.sh: error: the time limit came before the training had begun: "
+            "ask for more --time"
         )
         assert user.show(job)["Restarts"] == "0"
         return
@@ -231,7 +238,8 @@ def test_warned(user, undisturbed, moment):
         "first step": [r"step [12] of epoch 1"],
         "save": [r"step \d+ of epoch \d"],
         "last steps": [r"step 1[56] of epoch 2"],
-        "after the last epoch": [],  # nothing agrees any more: it ends as if it had not been warned
+        # Nothing agrees any more: it ends as if it had not been warned.
+        "after the last epoch": [],
     }
     said = re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)
     assert len(said) == len(saved[moment]) and all(

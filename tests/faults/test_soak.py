@@ -1,4 +1,4 @@
-"""Jobs train while a monkey picks faults from a list, until the time is up: `pytest --soak=30 -s`."""
+"""Jobs train while a monkey picks faults for some minutes: `pytest --soak=30 -s`."""
 
 import random
 import re
@@ -14,7 +14,7 @@ ARGUMENTS = ["--epochs=30", "--save-steps=2", "--timeout=15"]
 
 
 class Monkey:
-    """Does things to a job, chosen by a seed, and undoes what a cluster's administrators would repair."""
+    """Does things to a job, by a seed, and undoes what administrators would repair."""
 
     def __init__(self, user: User, seed: int):
         self.user = user
@@ -32,7 +32,7 @@ class Monkey:
         return self.chance.choice(["node1", "node2"])
 
     def last(self) -> str:
-        """Let a fault last for a moment, or longer than ranks wait for each other; return its length."""
+        """Let a fault last a moment, or longer than ranks wait; return its length."""
         seconds = self.chance.choice([3, 25])
         time.sleep(seconds)
         return f"for {seconds} s"
@@ -146,7 +146,7 @@ class Monkey:
         )
 
     def repair(self, job: str) -> str:
-        """Start what has failed again, as users and administrators do; return the state the job was in."""
+        """Start what failed again, as users do; return the state the job was in."""
         self.answered()
         self.user.run(["scontrol", "update", "NodeName=ALL", "State=RESUME"])
         state = self.user.show(job)["JobState"]
@@ -194,5 +194,6 @@ def test_soak(user, nothing_left, pytestconfig):
     finally:
         Console(width=110).print(report)
     print(
-        f"{jobs} jobs, {report.row_count} faults: the weights are those of an undisturbed run"
+        f"{jobs} jobs, {report.row_count} faults: "
+        "the weights are those of an undisturbed run"
     )
