@@ -13,12 +13,13 @@ Slurm is the installed one, or another that some release of Debian has: debootst
 that release into /var/tmp the first time, and its /usr takes the place of the machine's
 on the cluster's hosts.
 
-Start a cluster, which sbatch and srun in this shell then mean; look into a node; stop:
+Start a cluster, which sbatch and srun in this shell then mean; look into a node; stop
+it, and let this shell forget it, where squeue would look for it for a minute:
 
     eval "$(python3 tests/cluster.py up --nodes 2 --gpus 4)"
     (cd multi_node && sbatch job.sh)
     python3 tests/cluster.py exec node1 ps ax
-    python3 tests/cluster.py down
+    eval "$(python3 tests/cluster.py down)"
 
 Another Slurm:
 
@@ -680,7 +681,9 @@ def main() -> None:
         default="linuxproc",
         help="how it finds jobs' processes",
     )
-    commands.add_parser("down", help="stop the cluster")
+    commands.add_parser(
+        "down", help="stop the cluster; print the line that lets a shell forget it"
+    )
     execute = commands.add_parser("exec", help="run a command on a node")
     execute.add_argument("node")
     execute.add_argument("argv", nargs=argparse.REMAINDER)
@@ -708,9 +711,14 @@ def main() -> None:
             print("export", *(f"{name}={shlex.quote(value)}" for name, value in env))
             print(f"{args.nodes} nodes are ready", file=sys.stderr)
         elif args.command == "down":
+            forget = "unset SLURM_CONF"
             for cluster in clusters:
+                if "PATH" in cluster.env:
+                    forget += f"; PATH=${{PATH#{cluster.state}/bin:}}"
                 cluster.stop()
-            print(f"{len(clusters)} stopped", file=sys.stderr)
+            print(forget)
+            stopped = f"{len(clusters)} stopped" if clusters else "none is running"
+            print(f"{stopped}; in the shells that use it: {forget}", file=sys.stderr)
         elif not clusters:
             raise ClusterError("no cluster is running: start one with `up`")
         else:

@@ -132,15 +132,15 @@ def test_supervisor_killed():
     assert traces(running.state) == []
 
 
-def test_commands(tmp_path):
+def test_commands(pytestconfig):
     """`up` tells a shell what it needs, `exec` looks into a node, `down` ends all."""
     if slurm.running():
         pytest.skip(
             "`cluster.py up` has started a cluster here, which `down` would stop"
         )
-    up = subprocess.run(
-        [*COMMAND, "up", "--nodes", "2", "--gpus", "3"], capture_output=True, text=True
-    )
+    slurm_option = pytestconfig.getoption("slurm") or "installed"
+    up = [*COMMAND, "up", "--nodes", "2", "--gpus", "3", "--slurm", slurm_option]
+    up = subprocess.run(up, capture_output=True, text=True)
     assert up.returncode == 0, up.stderr
     try:
         shell = (
@@ -157,10 +157,14 @@ def test_commands(tmp_path):
         again = subprocess.run([*COMMAND, "up"], capture_output=True, text=True)
         assert again.returncode == 1 and "one is running" in again.stderr
     finally:
-        state = Path(up.stdout.strip().partition("=")[2]).parent
+        state = Path(re.search("SLURM_CONF=(.*?)/slurm.conf", up.stdout)[1])
         down = subprocess.run([*COMMAND, "down"], capture_output=True, text=True)
     assert down.returncode == 0, down.stderr
+    assert down.stderr == f"1 stopped; in the shells that use it: {down.stdout}"
     assert traces(state) == []
+    shell = f'{up.stdout}\n{down.stdout}\necho "${{SLURM_CONF-none}} $PATH"'
+    after = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert after.stdout == f"none {os.environ['PATH']}\n", after
 
 
 @pytest.mark.every_case
