@@ -1,4 +1,4 @@
-"""Checkpoints, written whole or not at all and checked when read; how a job ends and starts again."""
+"""Checkpoints, written whole or not at all; how a job ends and starts again."""
 
 import argparse
 import contextlib
@@ -37,7 +37,7 @@ class RunError(Exception):
 
 @dataclass
 class Run:
-    """What a checkpoint holds: all that a run needs to go on as if it had never stopped."""
+    """What a checkpoint holds: all that a run needs to go on as if never stopped."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -46,9 +46,8 @@ class Run:
     global_batch_size: int
     epoch: int = 1
     step: int = 0  # so many of the epoch are done
-    metrics: Tensor = field(
-        default_factory=lambda: torch.zeros(3, dtype=torch.float64)
-    )  # theirs, of all ranks
+    # Of these steps, on all ranks.
+    metrics: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     best_accuracy: float = 0.0
 
     def start_epoch(self, epoch: int) -> None:
@@ -68,7 +67,8 @@ class Run:
                     value.load_state_dict(state[name])
                 else:
                     setattr(self, name, state[name])
-            # The optimizer takes a state of any shape, and none, and would train on with that.
+            # The optimizer takes a state of any shape, and none,
+            # and would train on with that.
             wanted = self.optimizer.state or self.optimizer.defaults.get("momentum")
             for parameter in (
                 self.model.parameters() if wanted and self.scheduler.last_epoch else []
@@ -91,13 +91,15 @@ class Run:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder of its own. Rank 0 writes them, and reads them for all ranks.
+    """The checkpoints of one run, in a folder of its own.
 
-    epoch-001-step-000123.pt is from after 123 steps of epoch 1; best.pt is the best one once more.
+    Rank 0 writes them, and reads them for all ranks. epoch-001-step-000123.pt is from
+    after 123 steps of epoch 1; best.pt is the best one once more.
     """
 
     def __init__(self, folder: Path, keep: int):
-        # job.sh sets WORK_DIR: the code may run from a copy that does not outlive the job.
+        # job.sh sets WORK_DIR: the code may run from a copy
+        # that does not outlive the job.
         self.folder, self.keep = (
             Path(os.environ.get("WORK_DIR", "")).absolute() / folder,
             keep,
@@ -105,14 +107,15 @@ class Checkpoints:
         self.saved_at = time.monotonic()
         self.copy = None  # of what was last saved
         self.failure = ""  # why the last one could not be written
-        # One thread: what training hands over is written in that order, while training goes on.
+        # One thread: what training hands over is written in that order,
+        # while training goes on.
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
     def load(self, recipe: dict) -> dict | None:
-        """Return, on every rank, the newest whole checkpoint, or None where there is none.
+        """Return, on every rank, the newest whole checkpoint, or None.
 
-        `recipe` is what must not change during a run. Raises RunError, on every rank, where it has, where
-        none is whole, or where the folder cannot be used.
+        `recipe` is what must not change during a run. Raises RunError, on every rank,
+        where it has, where none is whole, or where the folder cannot be used.
         """
         state, reason = self._rank_0_says(self._load, recipe)
         if reason:
@@ -120,9 +123,10 @@ class Checkpoints:
         return state
 
     def save(self, state: dict) -> None:
-        """Write a checkpoint, with the keys epoch and step, in the background; its tensors may change then.
+        """Write a checkpoint, with the keys epoch and step, in the background.
 
-        Waits for one that is still being written. A failure is an error in the log, and training goes on.
+        Its tensors may change then. Waits for one that is still being written. A
+        failure is an error in the log, and training goes on.
         """
         self._wait()
         if dist.get_rank() == 0:
@@ -133,7 +137,8 @@ class Checkpoints:
     def mark_best(self, run: Run, accuracy: float) -> None:
         """Make best.pt the checkpoint of the run's epoch and step, once it is on disk.
 
-        A failure is an error in the log; the run's best accuracy then is again what it was.
+        A failure is an error in the log; the run's best accuracy then
+        is again what it was.
         """
         before, run.best_accuracy = run.best_accuracy, accuracy
         if dist.get_rank() == 0:
@@ -142,20 +147,26 @@ class Checkpoints:
             )
 
     def age(self) -> float:
-        """Return how many seconds ago the last checkpoint was begun, or 0 on ranks that write none."""
+        """Return the seconds since the last checkpoint was begun: on rank 0, else 0."""
         return time.monotonic() - self.saved_at if dist.get_rank() == 0 else 0.0
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is on disk. Raises RunError, on every rank, if it is not."""
+        """Wait until the last checkpoint is on disk.
+
+        Raises RunError, on every rank, if it is not.
+        """
         if failure := self._wait():
             raise RunError(f"the last checkpoint is not on disk: {failure}")
 
     def _wait(self) -> str:
-        """Wait, on every rank, for what is being written; return why it is not on disk, if it is not."""
+        """Wait, on every rank, for what is being written; return what went wrong."""
         return self._rank_0_says(lambda: self.failure)
 
     def _rank_0_says(self, function: Callable, *arguments):
-        """Return, on every rank, what a function returns on rank 0, after all that is being written there."""
+        """Return, on every rank, what a function returns on rank 0.
+
+        It is called after all that is being written there.
+        """
         answer: list = [None]
         future = (
             self.writer.submit(function, *arguments) if dist.get_rank() == 0 else None
@@ -181,24 +192,26 @@ class Checkpoints:
     def _open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = open(self.folder / "lock", "a")
-        for waited in range(
-            61
-        ):  # a job that was just killed may hold it a little longer
+        # A job that was just killed may hold the lock a little longer.
+        for waited in range(61):
             try:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if waited == 0:
                     logger.warning(
-                        f"warning: another run writes to {self.folder}: waiting a minute for its end"
+                        f"warning: another run writes to {self.folder}: "
+                        "waiting a minute for its end"
                     )
                 time.sleep(1)
             except OSError:  # a file system without locks
                 break
         else:
             raise RunError(
-                f"another run writes to {self.folder}: choose another --checkpoint-dir; "
-                "where its node is gone, and there is no such run, remove the file lock there"
+                f"another run writes to {self.folder}: "
+                "choose another --checkpoint-dir; "
+                "where its node is gone, and there is no such run, "
+                "remove the file lock there"
             )
         for partial in self.folder.glob("*.partial"):
             partial.unlink()
@@ -219,9 +232,8 @@ class Checkpoints:
             except OSError:  # the fault of the disk, and not of the file
                 raise
             except Exception as error:  # whatever a torn file makes of itself
-                if not has_memory(
-                    2 * path.stat().st_size
-                ):  # PyTorch then raises a RuntimeError
+                # Where memory is short, PyTorch raises a RuntimeError.
+                if not has_memory(2 * path.stat().st_size):
                     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
                 reason = str(error).strip().split("\n")[0] or type(error).__name__
                 if isinstance(error, pickle.UnpicklingError):
@@ -238,19 +250,23 @@ class Checkpoints:
             ]
             if changed:
                 raise RunError(
-                    f"{path} is of another run, with {'; '.join(changed)}: go on as it began, "
-                    "or choose another --checkpoint-dir"
+                    f"{path} is of another run, with {'; '.join(changed)}: "
+                    "go on as it began, or choose another --checkpoint-dir"
                 )
             logger.info(f"Resuming from {path}")
             return state
         if paths or list(self.folder.glob("*.damaged")):
             raise RunError(
-                f"no whole checkpoint is left in {self.folder}: remove the damaged ones there to start anew"
+                f"no whole checkpoint is left in {self.folder}: "
+                "remove the damaged ones there to start anew"
             )
         return None
 
     def _count_starts(self, state: dict | None) -> None:
-        """Refuse to start for ever from the same place: what stops this job will not go away by itself."""
+        """Refuse to start for ever from the same place.
+
+        What stops this job will not go away by itself.
+        """
         log = self.folder / "starts"
         starts = log.read_text().split("\n")[:-1] if log.exists() else []
         here = (
@@ -262,9 +278,11 @@ class Checkpoints:
             and [line.split(" on ")[0] for line in starts[-STARTS:]] == [here] * STARTS
         ):
             raise RunError(
-                f"this job was started {STARTS} times from {here} and never got to its next checkpoint: not "
-                f"trying again; the end of each try is in the log above, {log} has their times; once that is "
-                f"mended, go on in a new job, with --checkpoint-dir {self.folder}"
+                f"this job was started {STARTS} times from {here} "
+                "and never got to its next checkpoint: not trying again; "
+                f"the end of each try is in the log above, {log} has their times; "
+                "once that is mended, "
+                f"go on in a new job, with --checkpoint-dir {self.folder}"
             )
         with open(log, "a") as file:
             file.write(f"{here} on {time.strftime('%Y-%m-%d at %H:%M:%S')}\n")
@@ -290,9 +308,8 @@ class Checkpoints:
             with open(partial, "wb") as file:
                 torch.save(state, file)
                 file.flush()
-                os.fsync(
-                    file.fileno()
-                )  # the name must not reach the disk before the content
+                # The name must not reach the disk before the content.
+                os.fsync(file.fileno())
             partial.rename(path)
             self.failure = ""
         except (
@@ -324,7 +341,8 @@ class Checkpoints:
     def _give_up(self, path: Path, partial: Path, error: Exception) -> str:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        failure = f"cannot write {path}: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        failure = f"cannot write {path}: {reason}"
         logger.error(
             f"error: {failure}; training goes on, the checkpoints before it stay"
         )
@@ -333,7 +351,10 @@ class Checkpoints:
 
 def get_recipe(args: argparse.Namespace, data: Dataset) -> dict:
     """Return what must stay as it is from a run's first step to its last."""
-    names = "model image_size epochs batch_size accumulate learning_rate weight_decay seed sync_batchnorm"
+    names = (
+        "model image_size epochs batch_size accumulate "
+        "learning_rate weight_decay seed sync_batchnorm"
+    )
     recipe = {name: getattr(args, name) for name in names.split()}
     return recipe | {
         "samples": len(data),
@@ -342,9 +363,10 @@ def get_recipe(args: argparse.Namespace, data: Dataset) -> dict:
 
 
 def copy_to_cpu(tree, kept=None):
-    """Return nested dicts, lists and tensors with a copy of every tensor in the CPU's memory.
+    """Return nested dicts, lists and tensors, the tensors copied to the CPU's memory.
 
-    It goes where an earlier copy, `kept`, has that tensor: memory that is new takes several times as long.
+    It goes where an earlier copy, `kept`, has that tensor:
+    memory that is new takes several times as long.
     """
     if isinstance(tree, dict):
         kept = kept if isinstance(kept, dict) else {}
@@ -371,7 +393,10 @@ def copy_to_cpu(tree, kept=None):
 
 
 def digest(tree) -> str:
-    """Return the SHA-256 of nested dicts, lists, tensors and numbers: names, types, shapes and bytes."""
+    """Return the SHA-256 of nested dicts, lists, tensors and numbers.
+
+    It is that of their names, types, shapes and bytes.
+    """
     sha = hashlib.sha256()
 
     def add(name: str, value) -> None:
@@ -403,7 +428,7 @@ def has_memory(size: int) -> bool:
 
 
 def default_checkpoint_dir() -> Path:
-    """Return a folder of this job's own: Slurm keeps a job's number when it requeues it."""
+    """Return this job's own folder: Slurm keeps a job's number when it requeues it."""
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get(
         "TORCHELASTIC_RUN_ID", "none"
     )
@@ -414,9 +439,13 @@ _stop_signals = []
 
 
 def catch_stop_signals() -> None:
-    """Note, and survive, what asks this process to end: SIGUSR1 before the time limit, SIGTERM otherwise."""
+    """Note, and survive, what asks this process to end.
+
+    That is SIGUSR1 before the time limit, SIGTERM otherwise.
+    """
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        # It may come in the middle of anything, and twice, from srun and from uv: so this does nothing else.
+        # It may come in the middle of anything, and twice, from srun and from uv:
+        # so this does nothing else.
         signal.signal(number, lambda number, frame: _stop_signals.append(number))
     dist.barrier()  # job.sh signals all ranks once one of them has made the mark
     if mark := training_mark():
@@ -430,13 +459,16 @@ def stop_requested() -> bool:
 
 
 def ignore_signals(worker: int = 0) -> None:
-    """Leave signals to the process that trains: a worker that died of one would take it along."""
+    """Leave signals to the process that trains: it would die of a worker's death."""
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def commit() -> str:
-    """Return the commit that runs, safe_sbatch's or the one checked out, "-dirty" if files differ from it."""
+    """Return the commit that runs, "-dirty" if files differ from it.
+
+    It is safe_sbatch's, or the one checked out.
+    """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         answer = subprocess.run(
@@ -452,7 +484,10 @@ def commit() -> str:
 
 
 def training_mark() -> Path | None:
-    """Return the file that tells job.sh that main.py takes signals now, and that to try again may help."""
+    """Return the file that tells job.sh that main.py takes signals now.
+
+    It also tells that to try again may help.
+    """
     folder = os.environ.get("SLURM_TMPDIR")
     return (
         Path(folder) / f"{os.environ.get('SLURM_JOB_ID', 'none')}.training"
@@ -462,17 +497,18 @@ def training_mark() -> Path | None:
 
 
 def requeues_to_go(samples: int, rate: float) -> str:
-    """Return, for the epoch line, how often Slurm must start this job again for so many samples more."""
+    """Return, for the epoch line, how many requeues so many samples more need."""
     if dist.get_rank() != 0 or not rate:
         return ""
     job = os.environ.get("SLURM_JOB_ID", "")
+    # With the number of an array, squeue tells of all its tasks.
     command = [
         "squeue",
         "--noheader",
         "--jobs",
         job,
         "--format=%A %S %e",
-    ]  # an array's number: all of it
+    ]
     try:
         times = subprocess.run(
             command,
@@ -491,7 +527,8 @@ def requeues_to_go(samples: int, rate: float) -> str:
         OSError,
         ValueError,
         subprocess.TimeoutExpired,
-    ):  # outside a job, or without a time limit
+    ):
+        # Outside a job, or without a time limit.
         return ""
     requeues = max(0, math.ceil((samples / rate - (end - time.time())) / (end - start)))
     return f", {requeues} requeues to go"
@@ -500,9 +537,10 @@ def requeues_to_go(samples: int, rate: float) -> str:
 def settle_buckets(
     model: nn.parallel.DistributedDataParallel, batch_size: int, image_size: int
 ) -> None:
-    """Let DDP sort its buckets, as it does after its first backward(), before the first step.
+    """Let DDP sort its buckets, as after its first backward(), before the first step.
 
-    Their order decides how sums are rounded: a run that was stopped would otherwise end with other weights.
+    Their order decides how sums are rounded: a run that was stopped would otherwise
+    end with other weights.
     """
     weights = copy.deepcopy(model.module.state_dict())
     images = torch.zeros(batch_size, 3, image_size, image_size, device=model.device)

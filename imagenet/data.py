@@ -1,4 +1,4 @@
-"""What a rank trains on: which samples, in which order, decoded and cropped by processes of its own."""
+"""What a rank trains on: which samples, in which order, decoded by its processes."""
 
 import argparse
 import atexit
@@ -23,7 +23,7 @@ from torchvision.transforms import v2
 
 
 class RandomResizedCrop(v2.RandomResizedCrop):
-    """Keeps the colours of a pixel side by side, as they are decoded: so they are resized faster."""
+    """Keeps a pixel's colours side by side, as decoded: so they are resized faster."""
 
     def transform(self, inpt: Tensor, params: dict[str, int]) -> Tensor:
         crop = v2.functional.crop(inpt, **params)[None].contiguous(
@@ -33,7 +33,7 @@ class RandomResizedCrop(v2.RandomResizedCrop):
 
 
 class Augmented(Dataset):
-    """Pictures as a step takes them: uint8 tensors of shape (3, size, size), and their classes."""
+    """Pictures as a step takes them, uint8 in (3, size, size), and their classes."""
 
     def __init__(
         self,
@@ -58,8 +58,9 @@ class Augmented(Dataset):
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         epoch, index = key  # epoch 0 is not for training
-        if epoch:  # the draw follows from these three, not from the worker or the rank that makes it
-            # torch.manual_seed would seed every kind of device: 0.2 ms.
+        if epoch:
+            # The draw follows from these three, not from the worker or the rank that
+            # makes it. torch.manual_seed would seed every kind of device: 0.2 ms.
             torch.default_generator.manual_seed(mix(self.seed, epoch, index))
         transform = self.crop_and_flip if epoch else self.center
         return transform(self.pictures.read(self.chosen[index])), int(
@@ -68,16 +69,16 @@ class Augmented(Dataset):
 
 
 class SharedBatch:
-    """Samples on their way from a worker to its rank, in memory that is gone with its last process.
+    """Samples on their way to a rank, in memory that is gone with its last process.
 
-    PyTorch's own way begins with a file in /dev/shm, which stays there if the worker is killed just then.
+    PyTorch's own way begins with a file in /dev/shm,
+    which stays there if the worker is killed just then.
     """
 
     def __init__(self, samples: list[tuple[Tensor, int]]):
         images, self.labels = zip(*samples, strict=True)
-        images = [
-            image.permute(1, 2, 0) for image in images
-        ]  # as a step takes them: channels_last
+        # As a step takes them: channels_last.
+        images = [image.permute(1, 2, 0) for image in images]
         self.shape = (len(images), *images[0].shape)
         self.memory = tempfile.TemporaryFile(dir="/dev/shm")  # it has no name
         try:
@@ -113,18 +114,20 @@ def view_memory(memory: int, shape: tuple[int, ...]) -> Tensor:
 
 
 class Batches(Sampler):
-    """This rank's share of each batch of an epoch, from the step on that the run has come to."""
+    """This rank's share of each batch of an epoch, from the run's step on."""
 
     def __init__(self, samples: int, run: Run, args: argparse.Namespace):
         self.samples, self.run, self.seed = samples, run, args.seed
         if run.global_batch_size < dist.get_world_size():
             raise RunError(
-                f"a step of {run.global_batch_size} samples leaves some ranks none: start fewer"
+                f"a step of {run.global_batch_size} samples "
+                "leaves some ranks none: start fewer"
             )
         share = len(
             range(dist.get_rank(), run.global_batch_size, dist.get_world_size())
         )
-        # It is worked on in parts, in as many as the largest share has: SyncBatchNorm has them meet in each.
+        # It is worked on in parts, in as many as the largest share has:
+        # SyncBatchNorm has them meet in each.
         most = math.ceil(run.global_batch_size / dist.get_world_size())
         parts = math.ceil(most / args.batch_size)
         if (
@@ -132,7 +135,8 @@ class Batches(Sampler):
             and parts > run.global_batch_size // dist.get_world_size()
         ):
             raise RunError(
-                f"with SyncBatchNorm, {most} batches of one are too many for some ranks: start fewer"
+                f"with SyncBatchNorm, {most} batches of one are too many "
+                "for some ranks: start fewer"
             )
         self.parts = min(parts, share)
 
@@ -142,16 +146,18 @@ class Batches(Sampler):
         batches = order[: steps * self.run.global_batch_size].view(
             steps, self.run.global_batch_size
         )
-        batches = batches[
-            :, dist.get_rank() :: dist.get_world_size()
-        ]  # this rank's share of each
+        # This rank's share of each batch.
+        batches = batches[:, dist.get_rank() :: dist.get_world_size()]
         for batch in batches[self.run.step :]:
             for part in batch.tensor_split(self.parts):
                 yield [(self.run.epoch, index) for index in part.tolist()]
 
 
 def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
-    """Return the training and the validation set. Raises RunError, on every rank, where a node has none."""
+    """Return the training and the validation set.
+
+    Raises RunError, on every rank, where a node has none.
+    """
     problem, size = "", args.image_size * 256 // 224
     try:
         if args.synthetic:
@@ -184,12 +190,12 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
 def build_loaders(
     train_set: Augmented, valid_set: Augmented, run: Run, args: argparse.Namespace
 ):
-    """Return the loaders of an epoch's batches and of the validation set, with processes that decode them."""
+    """Return the loaders of epochs' batches and the validation set, with workers."""
     atexit.register(end_workers)
-    # Workers share a folder, of sockets to pass on batches: their own would stay where they are killed.
-    if (
-        args.workers and len(folder := multiprocessing.util.get_temp_dir()) > 89
-    ):  # a socket's name is added
+    # Workers share a folder, of sockets to pass on batches:
+    # their own would stay where they are killed.
+    # A socket's name is added to the folder's.
+    if args.workers and len(folder := multiprocessing.util.get_temp_dir()) > 89:
         raise RunError(
             f"no socket's path can begin with {folder}: choose a shorter TMPDIR"
         )
@@ -206,9 +212,8 @@ def build_loaders(
     train_loader = DataLoader(
         train_set, batch_sampler=batches, persistent_workers=args.workers > 0, **options
     )
-    share = range(
-        dist.get_rank(), len(valid_set), dist.get_world_size()
-    )  # not all have the same length
+    # Not all ranks have a share of the same length.
+    share = range(dist.get_rank(), len(valid_set), dist.get_world_size())
     keys = [(0, index) for index in share]
     batches = [
         keys[first : first + args.batch_size]
@@ -218,16 +223,15 @@ def build_loaders(
 
 
 def end_workers() -> None:
-    """Kill the workers: they ignore the SIGTERM that Python sends them at its end, and then waits."""
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # or DataLoader's handler has something to say about it
+    """Kill the workers: Python ends them by SIGTERM, which they ignore, and waits."""
+    # Or DataLoader's handler would have something to say about their end.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in multiprocessing.active_children():
         worker.kill()
 
 
 def draw_epoch(samples: int, seed: int, epoch: int) -> Tensor:
-    """Draw the order of an epoch, which stays the same however many GPUs share the work."""
+    """Draw the order of an epoch, the same however many GPUs share the work."""
     return torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(samples))
 
 

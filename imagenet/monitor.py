@@ -1,4 +1,4 @@
-"""What watches a training: a report when it hangs, metrics on disk or at W&B, a profile, a stopwatch."""
+"""What watches a training: a report of hangs, metrics, a profile, a stopwatch."""
 
 import argparse
 import collections
@@ -35,10 +35,11 @@ logger = logging.getLogger("main")
 
 
 class HangReporter:
-    """Puts every rank's Python stacks into the log, and the name of the rank that the others wait for.
+    """Logs every rank's Python stacks, and the rank that the others wait for.
 
-    It does so when a rank has not called `tick` for 3/4 of the process group's timeout, which then ends the
-    job. Make it with the process group, and close it before the last barrier: rank 0 hosts the store.
+    It does so when a rank has not called `tick` for 3/4 of the process group's timeout,
+    which then ends the job. Make it with the process group, and close it before the
+    last barrier: rank 0 hosts the store.
     """
 
     def __init__(self, timeout_seconds: float):
@@ -54,23 +55,24 @@ class HangReporter:
         self.closed = threading.Event()
         self.threads = [threading.Thread(target=self._watch, daemon=True)]
         if self.world_size > 1:
-            # A connection of its own: the process group's serves one call at a time, and some wait for long.
+            # A connection of its own: the process group's serves one call at a time,
+            # and some wait for long.
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             timeout = timedelta(seconds=timeout_seconds)
             self.store = dist.TCPStore(
                 address, port, timeout=timeout, wait_for_workers=False
             )
             self.store.set(f"hang/host/{self.rank}", self.host)
-            self.store.compare_set(
-                "hang/asked", "", "0 0"
-            )  # how many times, and last by which rank
-            # A thread of its own: where rank 0 is stopped, its store makes the others wait for ever.
+            # How many times ranks were asked, and last by which one.
+            self.store.compare_set("hang/asked", "", "0 0")
+            # A thread of its own: where rank 0 is stopped,
+            # its store makes the others wait for ever.
             self.threads.append(threading.Thread(target=self._talk, daemon=True))
         for thread in self.threads:
             thread.start()
 
     def tick(self, step: int | None = None) -> None:
-        """Say that this rank moves: once a step, with its number, and once a batch of an evaluation."""
+        """Say that this rank moves: in each step, by number, or evaluated batch."""
         self.moved = time.monotonic()
         if step is not None:
             self.step = step
@@ -85,12 +87,13 @@ class HangReporter:
             thread.join(timeout=1)
 
     def _watch(self) -> None:
-        """Print this rank's stacks, once a hang, when it does not move or a rank asks."""
+        """Print this rank's stacks once a hang, if it does not move or is asked."""
         shown = -math.inf
         while not self.closed.wait(self.period):
             moved, now = self.moved, time.monotonic()
             asked, self.asked = self.asked, False
-            # A question that comes just after this rank has shown its stacks is about the same hang.
+            # A question that comes just after this rank has shown its stacks
+            # is about the same hang.
             asked = asked and now - shown >= self.limit
             if self.reported and moved > shown:
                 self.reported = False
@@ -103,31 +106,34 @@ class HangReporter:
                     else f"has not moved for {now - moved:.0f} s"
                 )
                 silent = (
-                    "; the store does not answer: rank 0 is stopped, or its node is gone"
+                    "; the store does not answer: "
+                    "rank 0 is stopped, or its node is gone"
                     if now - self.heard > self.limit / 2
                     else ""
                 )
                 frames = sys._current_frames()
                 doing = describe(frames[self.main_thread])[1]
                 self._write(
-                    f"{since}: step {self.step}, {doing}{silent}{self._format_stacks(frames)}"
+                    f"{since}: step {self.step}, "
+                    f"{doing}{silent}{self._format_stacks(frames)}"
                 )
 
     def _format_stacks(self, frames: dict[int, FrameType]) -> str:
         text = ""
         for thread in set(threading.enumerate()) - set(self.threads):
             text += f"\n  thread {thread.name}, innermost call first:"
-            # Without the source lines: where a file system hangs, to read them would hang, too.
+            # Without the source lines: where a file system hangs,
+            # to read them would hang, too.
             for frame in walk(frames.get(thread.ident)):
                 code = frame.f_code
-                if not code.co_filename.startswith(
-                    "<frozen"
-                ):  # imports, which take many frames
-                    text += f"\n    {code.co_filename}:{frame.f_lineno} in {code.co_qualname}"
+                # Imports take many frames that are frozen.
+                if not code.co_filename.startswith("<frozen"):
+                    place = f"{code.co_filename}:{frame.f_lineno}"
+                    text += f"\n    {place} in {code.co_qualname}"
         return text
 
     def _talk(self) -> None:
-        """Ask all ranks for their state when this one does not move, and answer the ranks that ask."""
+        """Ask all ranks for their state when this one hangs; answer those that ask."""
         answered = -math.inf
         try:
             heard = self.store.get("hang/asked").decode()
@@ -137,7 +143,8 @@ class HangReporter:
                     time.monotonic() - self.moved >= self.limit
                     and answered < self.moved
                 )
-                # Where many ranks ask at the same time one of them wins, and the others find its question.
+                # Where many ranks ask at the same time one of them wins,
+                # and the others find its question.
                 question = f"{number + 1} {self.rank}" if stuck else heard
                 latest = self.store.compare_set("hang/asked", heard, question).decode()
                 self.heard = time.monotonic()
@@ -151,13 +158,13 @@ class HangReporter:
                     self._report(
                         [f"hang/{number}/{rank}" for rank in range(self.world_size)]
                     )
-        except (
-            RuntimeError
-        ):  # the store is gone, and rank 0 with it, which the others learn without this
+        except RuntimeError:
+            # The store is gone, and rank 0 with it,
+            # which the others learn without this.
             return
 
     def _report(self, keys: list[str]) -> None:
-        """Wait a little for the state of every rank, and name those that hold the others up."""
+        """Wait a little for every rank's state, and name those that hold others up."""
         deadline = time.monotonic() + self.limit / 6
         while not self.store.check(keys) and time.monotonic() < deadline:
             self.closed.wait(self.period / 4)
@@ -173,21 +180,21 @@ class HangReporter:
         if len(names) > 8:
             names[8:] = [f"{len(names) - 8} more"]
         self._write(
-            f"asked all ranks: they wait for {', '.join(names) or 'each other, as their stacks show'}"
+            "asked all ranks: they wait for "
+            f"{', '.join(names) or 'each other, as their stacks show'}"
         )
         self.reported = True
 
     def _write(self, text: str) -> None:
         line = f"warning: rank {self.rank} of {self.world_size} on {self.host} {text}\n"
-        os.write(
-            sys.stderr.fileno(), line.encode()
-        )  # in one piece: other ranks write there, too
+        # In one piece: other ranks write there, too.
+        os.write(sys.stderr.fileno(), line.encode())
 
 
 def find_culprits(
     states: dict[int, tuple[int, bool, str]], world_size: int
 ) -> list[int]:
-    """Return the ranks that the others wait for, from the step of each and whether it waits itself."""
+    """Return the ranks that others wait for, by their steps and whether they wait."""
     if silent := [rank for rank in range(world_size) if rank not in states]:
         return silent
     lowest = min(step for step, _, _ in states.values())
@@ -205,17 +212,19 @@ def describe(innermost: FrameType) -> tuple[bool, str]:
         frame.f_code.co_filename.startswith(f"{torch_dir}utils/data/")
         for frame in frames
     )
-    # With a GPU any call may wait: its queue fills up behind a kernel that waits for other ranks.
+    # With a GPU any call may wait: its queue fills up
+    # behind a kernel that waits for other ranks.
     parts = ("",) if torch.cuda.is_initialized() else ("distributed/", "nn/parallel/")
     waits = file.startswith(tuple(torch_dir + part for part in parts))
-    # loss.backward(), where DDP averages gradients, and main.py's functions that read an averaged tensor.
+    # loss.backward(), where DDP averages gradients,
+    # and main.py's functions that read an averaged tensor.
     waits |= innermost.f_code.co_name in ("_engine_run_backward", "agree", "average")
     doing = "loading data" if loading else "waiting for others" if waits else "working"
     libraries = (
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("purelib"),
-        "<",
-    )  # "<frozen importlib>"
+        "<",  # "<frozen importlib>"
+    )
     for code, line in ((frame.f_code, frame.f_lineno) for frame in frames):
         if not code.co_filename.startswith(libraries):
             doing += f" in {code.co_name} ({Path(code.co_filename).name}:{line})"
@@ -234,10 +243,11 @@ def walk(frame: FrameType | None):
 
 
 class Tracker:
-    """Writes metrics for TensorBoard, and to W&B if asked. A requeued job goes on in the same run.
+    """Writes metrics for TensorBoard, and to W&B if asked.
 
-    A resumed training repeats the steps since its checkpoint, with the same values. They are skipped up to
-    the step in the file `tracked`, the last one that is on disk. Without a folder, nothing is written.
+    A requeued job goes on in the same run. A resumed training repeats the steps since
+    its checkpoint, with the same values. They are skipped up to the step in the file
+    `tracked`, the last one that is on disk. Without a folder, nothing is written.
     """
 
     def __init__(
@@ -259,16 +269,18 @@ class Tracker:
             folder.mkdir(parents=True, exist_ok=True)
             mark = folder / "tracked"
             text = mark.read_text() if mark.exists() else ""
-            self.done = (
-                int(text) if text.isdecimal() else -1
-            )  # a node that was lost may have left it empty
+            # A node that was lost may have left the mark empty.
+            self.done = int(text) if text.isdecimal() else -1
             self.Event, self.Summary = event_pb2.Event, summary_pb2.Summary
-            # As torch's SummaryWriter, but without its thread: an error comes where it occurs.
-            name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+            # As torch's SummaryWriter, but without its thread:
+            # an error comes where it occurs.
+            writer = f"{socket.gethostname()}.{os.getpid()}"
+            name = f"events.out.tfevents.{time.time():.0f}.{writer}"
             self.file = open(folder / name, "ab")
             self.writer = RecordWriter(self.file)
             self._write(file_version="brain.Event:2")
-            # A job killed between a step and its mark writes the step again: readers drop the first one.
+            # A job killed between a step and its mark writes the step again:
+            # readers drop the first one.
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._write(step=self.done + 1, session_log=start)
             if wandb_project:
@@ -289,9 +301,8 @@ class Tracker:
             if self.run:
                 self.run.log(values, step=step, commit=True)
             self.logged.append((time.monotonic(), step))
-            self._move_mark(
-                3.0 if self.run else 0.0
-            )  # seconds; W&B's process writes every second
+            # In seconds: W&B's process writes every second.
+            self._move_mark(3.0 if self.run else 0.0)
         except Exception as error:
             self._give_up(error)
 
@@ -306,7 +317,8 @@ class Tracker:
         except TimeoutError:
             runs = f"{self.folder}/wandb/run-*-{self.run.id}"
             logger.warning(
-                f"warning: W&B has not taken all of it in time: later, call wandb sync {runs}"
+                "warning: W&B has not taken all of it in time: "
+                f"later, call wandb sync {runs}"
             )
         except Exception as error:
             self._give_up(error)
@@ -324,9 +336,8 @@ class Tracker:
             step = self.logged.popleft()[1]
         if step is None:
             return
-        os.fsync(
-            self.file.fileno()
-        )  # on disk before the mark, also if the node is lost
+        # It is on disk before the mark, also if the node is lost.
+        os.fsync(self.file.fileno())
         new = self.folder / "tracked.new"
         with open(new, "w") as file:
             file.write(str(step))
@@ -344,7 +355,10 @@ class Tracker:
 def start_wandb(
     folder: Path, project: str, run_id: str, config: dict | None, patience: float
 ):
-    """Start or resume a W&B run, offline where its server is out of reach. It ends in `patience` seconds."""
+    """Start or resume a W&B run, offline where its server is out of reach.
+
+    It ends in `patience` seconds.
+    """
     try:
         import wandb
     except ModuleNotFoundError:
@@ -362,7 +376,8 @@ def start_wandb(
         mode = "offline"
         runs = f"{folder}/wandb/offline-run-*-{run_id}"
         logger.warning(
-            f"warning: no {url} from here, W&B is offline: later, call wandb sync {runs}"
+            f"warning: no {url} from here, W&B is offline: "
+            f"later, call wandb sync {runs}"
         )
     settings = wandb.Settings(
         console="off",
@@ -385,9 +400,10 @@ def start_wandb(
 
 
 class Profiler:
-    """Profiles a few steps: a trace a rank, for https://ui.perfetto.dev, and a table of rank 0's times.
+    """Profiles a few steps: a trace a rank, and a table of rank 0's times.
 
-    What it reads torch records by itself. Without a folder, nothing is profiled.
+    Traces are for https://ui.perfetto.dev. What it
+    reads torch records by itself. Without a folder, nothing is profiled.
     """
 
     def __init__(self, folder: Path | None, skip: int = 5, active: int = 5):
@@ -422,9 +438,10 @@ class Profiler:
 
 
 def find_spans(events) -> tuple[int, dict[str, list]]:
-    """Return the number of steps, and when each kind of work went on, as (start, end) in microseconds.
+    """Return the number of steps, and when each kind of work went on.
 
-    Where kinds overlap, the step's time is that of the first in the dictionary.
+    Times are (start, end) in microseconds. Where kinds overlap,
+    the step's time is that of the first in the dictionary.
     """
 
     def on_cpu(name: str) -> list[tuple[float, float]]:
@@ -446,7 +463,8 @@ def find_spans(events) -> tuple[int, dict[str, list]]:
         "waiting for data": on_cpu("enumerate(DataLoader)#"),
         "backward": on_cpu("autograd::engine::evaluate_function"),
         "optimizer": updates,
-        # Backward goes on meanwhile; forward does not: it starts by waiting for rank 0's buffers.
+        # Backward goes on meanwhile; forward does not:
+        # it starts by waiting for rank 0's buffers.
         "communication": on_cpu("gloo:"),
         "forward": on_cpu("DistributedDataParallel.forward"),
     }
@@ -468,7 +486,10 @@ def find_spans(events) -> tuple[int, dict[str, list]]:
 def find_gpu_spans(
     cpu: dict[str, list], kernels: list, launches: dict[int, float]
 ) -> dict[str, list]:
-    """Return the spans of `find_spans` on the GPU, where a kernel is of the kind of work that launched it."""
+    """Return the spans of `find_spans` on the GPU.
+
+    There, a kernel is of the kind of work that launched it.
+    """
     spans = {
         kind: []
         for kind in (
@@ -481,7 +502,8 @@ def find_gpu_spans(
         )
     }
     first, last = cpu["step"][0][0], cpu["step"][-1][1]
-    # The CPU runs ahead: the steps last from the end of the kernels before them to that of their own.
+    # The CPU runs ahead: the steps last from the end of the kernels before them
+    # to that of their own.
     begin = end = first
     for kernel in kernels:
         launch, span = (
@@ -500,7 +522,7 @@ def find_gpu_spans(
 
 
 def share_out(steps: int, spans: dict[str, list]) -> tuple[dict[str, float], float]:
-    """Return the milliseconds of a step for each kind of work, and those of communication that it hides."""
+    """Return a step's milliseconds by kind of work, and of hidden communication."""
     edges = [(start, kind, 1) for kind in spans for start, _ in spans[kind]]
     edges += [(end, kind, -1) for kind in spans for _, end in spans[kind]]
     active, total = collections.Counter(), collections.Counter()
@@ -544,7 +566,7 @@ def format_table(times: dict[str, float], hidden: float) -> str:
 
 
 class Stopwatch:
-    """Measures how long the device had nothing to do because the next batch was not there."""
+    """Measures how long the device did nothing because the next batch was missing."""
 
     def __init__(self, device: torch.device):
         self.cuda, self.total = device.type == "cuda", 0.0
@@ -552,11 +574,12 @@ class Stopwatch:
 
     def batch_wanted(self) -> None:
         """Start: call this before next(loader), with the whole step launched."""
-        # The CPU runs ahead of the GPU, so the GPU itself has to look at the clock when it comes here.
+        # The CPU runs ahead of the GPU, so the GPU itself has to
+        # look at the clock when it comes here.
         self.start = self._record() if self.cuda else time.perf_counter()
 
     def batch_here(self) -> None:
-        """Stop: call this after next(loader), before anything is launched for the batch."""
+        """Stop: call this after next(loader), before anything is launched for it."""
         if self.cuda:
             self.pairs.append((self.start, self._record()))
             self._add_up()
@@ -583,21 +606,21 @@ class Stopwatch:
 
 
 def gpu_usage(device: torch.device) -> str:
-    """Return "31.2 of 80 GiB, 97% busy", the highest and the latest; on the CPU, nothing."""
+    """Return "31.2 of 80 GiB, 97% busy", the highest and the latest, if on a GPU."""
     if device.type == "cpu":
         return ""
     total = torch.cuda.get_device_properties(device).total_memory
-    usage = f"{torch.cuda.max_memory_reserved(device) / 2**30:.1f} of {total / 2**30:.0f} GiB"
+    highest = torch.cuda.max_memory_reserved(device)
+    usage = f"{highest / 2**30:.1f} of {total / 2**30:.0f} GiB"
     try:
         return f"{usage}, {torch.cuda.utilization(device)}% busy"
-    except (
-        Exception
-    ):  # of many kinds: a slice of a GPU (MIG) does not tell, nor do some containers
+    except Exception:
+        # Of many kinds: a slice of a GPU (MIG) does not tell, nor do some containers.
         return usage
 
 
 class Monitor:
-    """All of these for one run, as main.py uses them. The folder is that of the checkpoints."""
+    """All of these for one run, as main.py uses them, in the checkpoints' folder."""
 
     def __init__(self, folder: Path, device: torch.device, args: argparse.Namespace):
         self.device, self.waited, self.talk, self.gpu = device, 0.0, None, ""
@@ -616,9 +639,8 @@ class Monitor:
             batch = next(batches, None)
             self.stopwatch.batch_here()
             if batch is None:
-                self.gpu = gpu_usage(
-                    self.device
-                )  # before a checkpoint, for which the GPU waits
+                # Before a checkpoint, for which the GPU waits.
+                self.gpu = gpu_usage(self.device)
                 return
             yield batch
             self.hangs.tick(run.scheduler.last_epoch)
@@ -631,13 +653,13 @@ class Monitor:
         self.hangs.tick()
 
     def pace(self, run: Run) -> float:
-        """Return the seconds a step since this was last asked, or 0 if there was none."""
+        """Return the seconds a step since this was last asked; 0 if there was none."""
         step, now = run.scheduler.last_epoch, time.perf_counter()
         (last_step, then), self.talk = self.talk or (step, now), (step, now)
         return (now - then) / (step - last_step) if step > last_step else 0.0
 
     def usage(self, seconds: float) -> str:
-        """Return what the epoch line says of these seconds: ", 3% waiting for data" and the GPU's state."""
+        """Return ", 3% waiting for data" of the epoch line, and the GPU's state."""
         waited, self.waited = (
             self.stopwatch.seconds() - self.waited,
             self.stopwatch.seconds(),

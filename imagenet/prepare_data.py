@@ -1,6 +1,7 @@
-"""Stage ImageNet, Tiny ImageNet or an archive of your own on a node's disk, and read pictures from there.
+"""Stage ImageNet, Tiny ImageNet or an archive of your own on a node's disk.
 
-The archives are copied as they are, and an index says where in them every picture lies: no million files.
+Training reads pictures from there. The archives are copied as they are, and an index
+says where in them every picture lies: no million files.
 """
 
 import argparse
@@ -39,11 +40,13 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 from tqdm import tqdm
 
-# torch and scipy are imported where they are used: they take seconds, and copying does without torch.
+# torch and scipy are imported where they are used:
+# they take seconds, and copying does without torch.
 if TYPE_CHECKING:
     from torch import Tensor
 
-# torchvision 0.29 hands decoding over to another package, and would say so at every picture.
+# torchvision 0.29 hands decoding over to another package,
+# and would say so at every picture.
 warnings.filterwarnings(
     "ignore", "The image decoding and encoding capabilities", DeprecationWarning
 )
@@ -54,16 +57,15 @@ IMAGENET = TRAIN, VALID, DEVKIT = (
     "ILSVRC2012_devkit_t12.tar.gz",
 )
 TINY_IMAGENET = "tiny-imagenet-200.zip"
-FOLDERS = {
-    "train": "train",
-    "valid": "val",
-}  # of the splits, in a tree of class folders
+# The splits' folders, in a tree of class folders.
+FOLDERS = {"train": "train", "valid": "val"}
+# The splits, by the folder's name.
 SPLITS = {
     "train": "train",
     "val": "valid",
     "valid": "valid",
     "validation": "valid",
-}  # by the folder's name
+}
 PICTURE_NAMES = (".jpg", ".jpeg", ".png")
 PICTURE_STARTS = (b"\xff\xd8\xff", b"\x89PN")  # the first bytes of a JPEG, of a PNG
 ZEROS = bytes(1024)  # at the end of a tar
@@ -103,14 +105,13 @@ class Picture(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a worker does at once: copy the bytes from `start` to `end`, or extract or resize pictures."""
+    """What a worker does at once: copy a range, or extract or resize pictures."""
 
     archive: Path
     start: int = 0
     end: int = 0
-    class_tar: Member | None = (
-        None  # with all pictures of a class of ImageNet's training set
-    )
+    # With all pictures of a class of ImageNet's training set.
+    class_tar: Member | None = None
     pictures: tuple[Picture, ...] = ()  # of any other archive
 
 
@@ -199,7 +200,8 @@ def main() -> None:
         fail(str(problem))
     except WorkerKilled:
         fail(
-            f"a worker on {HOST} was killed, for its memory perhaps: ask for more --mem or fewer --workers"
+            f"a worker on {HOST} was killed, for its memory perhaps: "
+            "ask for more --mem or fewer --workers"
         )
     except OSError as error:
         fail(f"{error.filename or args.data_dir} on {HOST}: {error.strerror or error}")
@@ -232,12 +234,12 @@ def stage(args: argparse.Namespace) -> None:
                 register_job(data_dir)
                 return say(f"{data_dir} is staged already: {describe(mark)}")
             raise Problem(
-                f"{data_dir} on {HOST} holds {describe(mark)}, from other archives or in another form than "
-                "asked for: choose another --data-dir, or remove that with --release"
+                f"{data_dir} on {HOST} holds {describe(mark)}, "
+                "from other archives or in another form than asked for: "
+                "choose another --data-dir, or remove that with --release"
             )
-        discard(
-            data_dir
-        )  # what a staging that was killed has left, or a node that went down
+        # What a killed staging has left, or a node that went down.
+        discard(data_dir)
         try:
             mark = wanted | write(args, source, form)
             write_json(data_dir / "staged.json", mark)
@@ -270,14 +272,15 @@ def write(args: argparse.Namespace, source: Source, form: str) -> dict:
     for name in made:
         if os.path.lexists(data_dir / name):
             raise Problem(
-                f"{data_dir} on {HOST} has a {name} of somebody else's: choose another --data-dir"
+                f"{data_dir} on {HOST} has a {name} of somebody else's: "
+                "choose another --data-dir"
             )
     write_json(data_dir / "staging.json", {"made": made})  # for `discard`
-    flush(
-        data_dir / "staging.json"
-    )  # first of all: to flush a file later is to wait for all the data
+    # First of all: to flush a file later is to wait for all the data.
+    flush(data_dir / "staging.json")
     if args.resize:
-        import torchvision.transforms.v2  # noqa: F401  # once, before the workers are forked
+        # Once, before the workers are forked.
+        import torchvision.transforms.v2  # noqa: F401
     with WorkerPool(args.workers) as pool:
         sums = pool.map(md5, archives if args.checksums else [])
         if form == "copied":
@@ -308,7 +311,8 @@ def write(args: argparse.Namespace, source: Source, form: str) -> dict:
         if args.resize:  # for other nodes, too, if it is on a network disk
             flush(part_of(data_dir / name))
         os.rename(part_of(data_dir / name), data_dir / name)
-    # What has not reached the disk is lost when a node goes down, and the mark may survive it.
+    # What has not reached the disk is lost when a node goes down,
+    # and the mark may survive it.
     host = None if args.resize else HOST
     return {
         "host": host,
@@ -320,7 +324,7 @@ def write(args: argparse.Namespace, source: Source, form: str) -> dict:
 
 
 def copy(pool: "WorkerPool", source: Source, data_dir: Path) -> list[Picture]:
-    """Copy the archives. A class of ImageNet's training set is indexed when its bytes have been copied."""
+    """Copy the archives; index a class of ImageNet's training set once it is copied."""
     sizes = [archive.stat().st_size for archive in source.archives]
     check_space(data_dir, sum(sizes))
     parts = []
@@ -355,7 +359,7 @@ def copy(pool: "WorkerPool", source: Source, data_dir: Path) -> list[Picture]:
 
 
 def copy_part(part: Part, data_dir: Path) -> list[Picture]:
-    """Copy a part of an archive; if that is a class of ImageNet, return its pictures."""
+    """Copy a part of an archive; return its pictures if it is a class of ImageNet."""
     buffer = memoryview(bytearray(2**17))  # stays in the CPU's cache
     target = part_of(data_dir / part.archive.name)
     with opened(part.archive) as source_file, opened(target, os.O_RDWR) as target_file:
@@ -374,7 +378,10 @@ def copy_part(part: Part, data_dir: Path) -> list[Picture]:
 def convert(
     pool: "WorkerPool", source: Source, data_dir: Path, side: int | None
 ) -> list[Picture]:
-    """Extract all pictures; or, given a `side`, write archives of them with shorter sides of that length."""
+    """Extract all pictures; or, given a `side`, write archives of resized ones.
+
+    Their shorter sides have that length.
+    """
     parts, devkit = [], None
     if source.layout == "imagenet":
         devkit = read_devkit(source.archives[2])
@@ -416,7 +423,7 @@ def convert(
 def convert_part(
     part: Part, data_dir: Path, side: int | None
 ) -> tuple[list[Picture], bytes]:
-    """Extract pictures, or return them resized: a piece of a tar, with their offsets in it."""
+    """Extract pictures, or return a piece of a tar of resized ones, with offsets."""
     converted, piece, folders = [], io.BytesIO(), set()
     with opened(part.archive) as file:
         for picture in list_class(file, part) if part.class_tar else part.pictures:
@@ -454,7 +461,7 @@ def convert_part(
 def write_resized(
     source: Source, data_dir: Path, parts: list[Part], converted: Iterable
 ) -> list[Picture]:
-    """Write the workers' pieces in order, in the layout of the source, and return the pictures in it."""
+    """Write the workers' pieces in order, laid out as the source; return pictures."""
     written, files = [], {}
     with contextlib.ExitStack() as stack:
         for part, (pictures, piece) in zip(parts, converted, strict=True):
@@ -488,7 +495,7 @@ def tar_header(name: str, size: int) -> bytes:
 
 
 def shrink(data: bytes, side: int) -> bytes:
-    """Return a JPEG whose shorter side is `side`, or the picture as it is if that is not longer."""
+    """Return a JPEG whose shorter side is `side`, or the picture if it is no larger."""
     import torch
     from torchvision.io import encode_jpeg
     from torchvision.transforms.v2 import functional
@@ -512,24 +519,28 @@ def find_source(path: Path) -> Source:
         if found := [name for name in IMAGENET if (path / name).exists()]:
             if missing := set(IMAGENET) - set(found):
                 raise Problem(
-                    f"{path} has {found[0]} but no {min(missing)}, which is needed as well"
+                    f"{path} has {found[0]} but no {min(missing)}, "
+                    "which is needed as well"
                 )
             return Source("imagenet", [path / name for name in IMAGENET])
         found = [file for file in path.iterdir() if file.suffix in (".zip", ".tar")]
         found = [file for file in found if file.name == TINY_IMAGENET] or found
         if len(found) != 1:
             raise Problem(
-                f"{path} on {HOST} has neither {TRAIN} nor {TINY_IMAGENET}, and {len(found)} other archives: "
-                "name one, or the folder of ImageNet's, with --source or IMAGENET_DIR"
+                f"{path} on {HOST} has neither {TRAIN} nor {TINY_IMAGENET}, "
+                f"and {len(found)} other archives: name one, "
+                "or the folder of ImageNet's, with --source or IMAGENET_DIR"
             )
         path = found[0]
     if not path.exists():
         raise Problem(
-            f"there is no {path} on {HOST}: give the archives with --source or IMAGENET_DIR"
+            f"there is no {path} on {HOST}: "
+            "give the archives with --source or IMAGENET_DIR"
         )
     if path.suffix not in (".zip", ".tar"):
         raise Problem(
-            f"{path} is no .zip and no .tar: unpack a compressed tar, pictures do not shrink"
+            f"{path} is no .zip and no .tar: "
+            "unpack a compressed tar, pictures do not shrink"
         )
     return Source("tiny" if path.name == TINY_IMAGENET else "folders", [path])
 
@@ -537,7 +548,7 @@ def find_source(path: Path) -> Source:
 def list_pictures(
     source: Source, devkit: Devkit | None, copied_to: Path | None = None
 ) -> list[Picture]:
-    """Return all the pictures but ImageNet's for training, from the source or the copy of it."""
+    """Return all pictures but ImageNet's for training, from the source or its copy."""
     archive = source.archives[1] if devkit else source.archives[0]
     members = list_members(
         archive, part_of(copied_to / archive.name) if copied_to else None
@@ -546,7 +557,8 @@ def list_pictures(
         members.sort()
         if len(members) != len(devkit.valid_classes):
             raise Problem(
-                f"{archive} has {len(members)} pictures and {DEVKIT} classes for {len(devkit.valid_classes)}"
+                f"{archive} has {len(members)} pictures "
+                f"and {DEVKIT} classes for {len(devkit.valid_classes)}"
             )
         names = [member.name.split("/")[-1] for member in members]
         places = [
@@ -567,7 +579,7 @@ def list_pictures(
 def arrange_tiny(
     members: list[Member], archive: Path
 ) -> list[tuple[str, str, str] | None]:
-    """Return (split, class, name) of every member of Tiny ImageNet's archive, None for what is no picture."""
+    """Return (split, class, name) of Tiny ImageNet's members, None for no picture."""
     texts = {}
     with opened(archive) as file:
         for member in members:
@@ -601,11 +613,13 @@ def arrange_tiny(
             split == "train" and len(found) != len(texts["wnids.txt"])
         ):
             raise Problem(
-                f"{archive}: the classes of its {split} pictures are not those of its wnids.txt"
+                f"{archive}: the classes of its {split} pictures "
+                "are not those of its wnids.txt"
             )
     if valid_class:
         raise Problem(
-            f"{archive} has no picture {min(valid_class)}, which is in its val_annotations.txt"
+            f"{archive} has no picture {min(valid_class)}, "
+            "which is in its val_annotations.txt"
         )
     return places
 
@@ -613,7 +627,7 @@ def arrange_tiny(
 def arrange_folders(
     members: list[Member], archive: Path
 ) -> list[tuple[str, str, str] | None]:
-    """Return (split, class, name) of every member of an archive of class folders, None for no picture."""
+    """Return (split, class, name) of class folders' members, None for no picture."""
     paths = []
     for member in members:
         path = [folder for folder in member.name.split("/") if folder not in ("", ".")]
@@ -632,7 +646,8 @@ def arrange_folders(
     found = {place[0] for place in places if place}
     if len(found) == 1:
         raise Problem(
-            f"{archive} has class folders for {min(found)} only: train and val are needed"
+            f"{archive} has class folders for {min(found)} only: "
+            "train and val are needed"
         )
     return places if found else hold_out(paths, archive)
 
@@ -640,9 +655,10 @@ def arrange_folders(
 def hold_out(
     paths: list[list[str]], archive: Path
 ) -> list[tuple[str, str, str] | None]:
-    """Split an archive that has class folders only, by the names of the pictures in each class."""
+    """Split an archive of class folders by the names of the pictures in each."""
     say(
-        f"{archive.name} has no train and val folders: every tenth picture of a class is held out"
+        f"{archive.name} has no train and val folders: "
+        "every tenth picture of a class is held out"
     )
     roots = [path[:-2] for path in paths if path]
     root = 0  # how many folders all the pictures are in, before that of their class
@@ -661,7 +677,7 @@ def hold_out(
 
 
 def list_class(file: int, part: Part) -> list[Picture]:
-    """Return the pictures in a class's tar, which is inside ImageNet's training archive."""
+    """Return the pictures in a class's tar, inside ImageNet's training archive."""
     _, offset, size, *_ = part.class_tar
     archive, class_name = (
         f"{part.archive}: {part.class_tar.name}",
@@ -708,7 +724,8 @@ def read_tar(file: int, archive: str, start: int, end: int) -> list[Member]:
             )
         except ValueError:
             size = checksum = -1
-        # It is the sum of all bytes, with spaces for its own. adler32 has that modulo 65521, and is quick.
+        # It is the sum of all bytes, with spaces for its own.
+        # adler32 has that modulo 65521, and is quick.
         total = checksum + sum(header[148:156]) - 8 * ord(" ")
         if size < 0 or (total + 1) % 65521 != zlib.adler32(header) & 0xFFFF:
             raise Problem(
@@ -754,7 +771,8 @@ def read_zip(file: int, archive: Path) -> list[Member]:
             zipfile.ZIP_DEFLATED,
         ):
             raise Problem(
-                f"{archive}: {info.filename} is neither stored nor deflated: make the zip anew"
+                f"{archive}: {info.filename} is neither stored nor deflated: "
+                "make the zip anew"
             )
         if info.is_dir():
             continue
@@ -768,13 +786,13 @@ def read_zip(file: int, archive: Path) -> list[Member]:
         offset = info.header_offset + 30 + lengths
         if local[:4] != b"PK\3\4" or offset + info.compress_size > size:
             raise Problem(
-                f"{archive} is damaged at {info.filename}, byte {info.header_offset}: fetch it again"
+                f"{archive} is damaged at {info.filename}, byte {info.header_offset}: "
+                "fetch it again"
             )
         packed = info.compress_size if info.compress_type == zipfile.ZIP_DEFLATED else 0
         start = os.pread(file, min(info.compress_size, 512), offset)
-        with contextlib.suppress(
-            zlib.error
-        ):  # then it does not start as a picture does
+        # Data that zlib refuses do not start as a picture does.
+        with contextlib.suppress(zlib.error):
             start = (
                 zlib.decompressobj(wbits=-zlib.MAX_WBITS).decompress(start, 3)
                 if packed
@@ -785,7 +803,7 @@ def read_zip(file: int, archive: Path) -> list[Member]:
 
 
 def read_bytes(file: int, offset: int, size: int, packed: int) -> bytearray:
-    """Read a member of an archive, without moving the position that processes may share."""
+    """Read a member of an archive, without moving a position that processes share."""
     data = bytearray(packed or size)
     if os.preadv(file, [data], offset) != len(data):
         raise EOFError("the file ends before it")
@@ -797,7 +815,7 @@ def read_bytes(file: int, offset: int, size: int, packed: int) -> bytearray:
 
 
 def read_devkit(archive: Path) -> Devkit:
-    """Read the classes and the answers for the validation pictures from ImageNet's development kit."""
+    """Read the classes and the validation pictures' answers from ImageNet's devkit."""
     from scipy.io import loadmat
 
     try:
@@ -808,9 +826,8 @@ def read_devkit(archive: Path) -> Devkit:
                 f"{folder}/ILSVRC2012_validation_ground_truth.txt"
             ).read()
         synsets = np.atleast_1d(loadmat(matrix, squeeze_me=True)["synsets"])
-        leaves = [
-            synset for synset in synsets if synset["num_children"] == 0
-        ]  # the others are no classes
+        # The other synsets are no classes.
+        leaves = [synset for synset in synsets if synset["num_children"] == 0]
         class_of = {int(leaf["ILSVRC2012_ID"]): str(leaf["WNID"]) for leaf in leaves}
         train_pictures = {
             str(leaf["WNID"]): int(leaf["num_train_images"]) for leaf in leaves
@@ -830,7 +847,8 @@ def read_devkit(archive: Path) -> Devkit:
         ) from None
     if unknown := set(ids) - set(class_of):
         raise Problem(
-            f"{archive}: the ground truth has the class {min(unknown)}, and meta.mat does not"
+            f"{archive}: the ground truth has the class {min(unknown)}, "
+            "and meta.mat does not"
         )
     return Devkit(train_pictures, [class_of[number] for number in ids])
 
@@ -841,7 +859,8 @@ def check_classes(source: Source, devkit: Devkit, class_tars: list[str]) -> None
         name = min(different)
         has, lacks = (TRAIN, DEVKIT) if name in found else (DEVKIT, TRAIN)
         raise Problem(
-            f"{source.archives[0].parent}: {Path(name).stem} is in {has}, and not in {lacks}"
+            f"{source.archives[0].parent}: "
+            f"{Path(name).stem} is in {has}, and not in {lacks}"
         )
 
 
@@ -855,39 +874,43 @@ def check_counts(
         if counts[name] != wanted:
             found = f"{counts[name]} pictures of {name}"
             raise Problem(
-                f"{source.archives[0]} has {found}, and {DEVKIT} {wanted}: fetch it again"
+                f"{source.archives[0]} has {found}, and {DEVKIT} {wanted}: "
+                "fetch it again"
             )
 
 
 def check_picture(member: Member, archive: Path | str) -> None:
     if member.start not in PICTURE_STARTS or member.size >= 2**31:
         raise Problem(
-            f"{archive}: {member.name} is no JPEG and no PNG: convert it, or take it out"
+            f"{archive}: {member.name} is no JPEG and no PNG: "
+            "convert it, or take it out"
         )
 
 
 def check_name(name: str, archive: Path | str) -> None:
     if name.startswith("/") or "/../" in f"/{name}/" or not name.isprintable():
         raise Problem(
-            f"{archive}: a member's name, {name!r}, leads elsewhere or cannot be printed"
+            f"{archive}: a member's name, {name!r}, "
+            "leads elsewhere or cannot be printed"
         )
 
 
 def check_space(data_dir: Path, size: int, files: int = 0) -> None:
     """Refuse to start what the disk has no room for."""
     disk = os.statvfs(data_dir)
-    needed = (
-        size + files * disk.f_frsize // 2 + 2**20
-    )  # the last block of a file is half empty, on average
+    # The last block of a file is half empty, on average.
+    needed = size + files * disk.f_frsize // 2 + 2**20
     free = disk.f_bavail * disk.f_frsize
     if needed > free:
         raise Problem(
-            f"{data_dir} on {HOST} has {free / 1e9:.3f} GB free, and {needed / 1e9:.3f} GB are needed: "
+            f"{data_dir} on {HOST} has {free / 1e9:.3f} GB free, "
+            f"and {needed / 1e9:.3f} GB are needed: "
             "choose another --data-dir"
         )
     if disk.f_files and files > disk.f_favail:
         raise Problem(
-            f"{data_dir} on {HOST} has room for {disk.f_favail} files, not {files}: no --extract"
+            f"{data_dir} on {HOST} has room for {disk.f_favail} files, not {files}: "
+            "no --extract"
         )
 
 
@@ -906,21 +929,23 @@ def compare_checksums(archives: list[Path], sums: Iterable[str]) -> None:
     for archive, found in zip(archives, sums, strict=True):
         if found != published.get(archive.name, found):
             raise Problem(
-                f"{archive} has the MD5 sum {found}, not the published one: fetch it again"
+                f"{archive} has the MD5 sum {found}, not the published one: "
+                "fetch it again"
             )
 
 
 def make_index(
     pictures: list[Picture], classes: list[str], archives: list[Path]
 ) -> np.ndarray:
-    """Return the pictures' places and labels, in the order of their classes and names."""
+    """Return the pictures' places and labels, in order of their classes and names."""
     label_of = {name: label for label, name in enumerate(classes)}
     split = pictures[0].split if pictures else "train or validation"
     if len(pictures) == 0 or len(classes) == 0:
         raise Problem(f"{archives[0]} has no {split} pictures in class folders")
     if unknown := {picture.class_name for picture in pictures} - set(classes):
         raise Problem(
-            f"{archives[0]} has {split} pictures of {min(unknown)}, and none to train on"
+            f"{archives[0]} has {split} pictures of {min(unknown)}, "
+            "and none to train on"
         )
     width = max(len(os.fsencode(picture.name)) for picture in pictures)
     fields = [
@@ -948,7 +973,7 @@ def make_index(
 
 
 def fingerprint(index: np.ndarray, classes: list[str]) -> str:
-    """Return a checksum of names, labels and sizes: the same for a data set however it is staged."""
+    """Return a checksum of names, labels and sizes, however the data set is staged."""
     digest = hashlib.sha256("\n".join(classes).encode())
     digest.update(b"\n".join(index["name"].tolist()))
     digest.update(index["label"].tobytes() + index["size"].tobytes())
@@ -956,16 +981,17 @@ def fingerprint(index: np.ndarray, classes: list[str]) -> str:
 
 
 class WorkerPool:
-    """Processes that call functions, and end at once when something fails or this process is killed.
+    """Processes that call functions.
 
-    Each has a connection of its own, which ends with it. In a ProcessPoolExecutor all share one: whoever is
-    killed while it hands over a result keeps it open, and this process would wait for the rest for ever.
+    They end at once when something fails or this process is killed. Each has a
+    connection of its own, which ends with it. In a ProcessPoolExecutor all share one:
+    whoever is killed while it hands over a result keeps it open, and this process would
+    wait for the rest for ever.
     """
 
     def __init__(self, processes: int):
-        context = multiprocessing.get_context(
-            "fork"
-        )  # with all that is imported, and the lock, held by each
+        # A forked process has all that is imported, and holds the lock, too.
+        context = multiprocessing.get_context("fork")
         self.processes, self.free = [], queue.SimpleQueue()
         for _ in range(processes):
             ours, theirs = context.Pipe()
@@ -980,7 +1006,7 @@ class WorkerPool:
         self.threads = ThreadPoolExecutor(processes)  # each waits for a process
 
     def map(self, function: Callable, arguments: Iterable) -> Iterator:
-        """Start to call the function, and yield the results in order; not so fast that they pile up."""
+        """Call the function, and yield results in order, not so fast as to pile up."""
         calls = (
             self.threads.submit(self.call, function, argument) for argument in arguments
         )
@@ -1023,10 +1049,9 @@ class WorkerKilled(Exception):
 
 
 def work(connection: Connection, others_end: Connection, parent: int) -> None:
-    """Call what comes over a connection, and answer with the result or the error, until killed."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the parent, too, which ends this process
+    """Call what comes over a connection; answer with result or error, until killed."""
+    # Ctrl-C reaches the parent, too, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
     if os.getppid() != parent:
         os._exit(1)
@@ -1042,7 +1067,7 @@ def work(connection: Connection, others_end: Connection, parent: int) -> None:
 
 
 def follow(results: Iterable, amounts: list[int], unit: str, start: float) -> Iterator:
-    """Pass results on, with a progress bar in a terminal, or a line at every tenth in a job's output."""
+    """Pass results on, with a progress bar in a terminal, or a line at every tenth."""
     total, done = sum(amounts), 0
     with tqdm(
         total=total, desc=HOST, unit=unit, unit_scale=True, leave=False, disable=None
@@ -1063,7 +1088,7 @@ def follow(results: Iterable, amounts: list[int], unit: str, start: float) -> It
 
 @contextlib.contextmanager
 def lock(data_dir: Path, create: bool) -> Iterator[None]:
-    """Let one process at a time work on a folder; the kernel ends its turn however it ends."""
+    """Let one process at a time work on a folder; the kernel ends its turn with it."""
     path, waiting, missed = data_dir / "staging.lock", False, 0
     while True:
         try:
@@ -1084,8 +1109,9 @@ def lock(data_dir: Path, create: bool) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:  # Lustre may be mounted so, and two stagings would mix
             raise Problem(
-                f"the disk of {data_dir} on {HOST} has no file locks ({error.strerror}): "
-                "choose a --data-dir on a node's own, and copy the files from there if it is to be elsewhere"
+                f"the disk of {data_dir} on {HOST} has no file locks "
+                f"({error.strerror}): choose a --data-dir on a node's own, "
+                "and copy the files from there if it is to be elsewhere"
             ) from error
         try:
             if os.path.samestat(os.fstat(file), os.stat(path)):
@@ -1100,7 +1126,7 @@ def lock(data_dir: Path, create: bool) -> Iterator[None]:
 
 
 def make_private(data_dir: Path) -> None:
-    """Make a folder that nobody else may write to, or refuse one that somebody else has made."""
+    """Make a folder that nobody else may write to, or refuse one of somebody else's."""
     with contextlib.suppress(FileExistsError):
         os.makedirs(data_dir, mode=0o700)
     shared = os.stat(data_dir.absolute().parent).st_mode & stat.S_ISVTX  # as /tmp is
@@ -1118,7 +1144,10 @@ def register_job(data_dir: Path) -> None:
 
 
 def squeue(option: str) -> subprocess.CompletedProcess | None:
-    """Return what Slurm says of some jobs, a number a line, whatever partitions and SQUEUE_USERS may hide."""
+    """Return what Slurm says of some jobs, a number a line.
+
+    It tells of all of them, whatever partitions and SQUEUE_USERS may hide.
+    """
     env = {
         name: value
         for name, value in os.environ.items()
@@ -1145,16 +1174,16 @@ def is_running(job: str) -> bool:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders that job.sh has made here for jobs of this user which have ended.
+    """Remove the folders that job.sh has made here for ended jobs of this user.
 
-    Where Slurm itself ends a job, as in a preemption, no step can start any more to remove them.
+    Where Slurm itself ends a job, as in a preemption,
+    no step can start any more to remove them.
     """
     paths, mine = {}, os.environ.get("SLURM_JOB_ID")
     for path in Path("/tmp").glob("slurm-job-*"):
         job = path.name.removeprefix("slurm-job-")
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # another job may be doing the same
+        # Another job may be doing the same.
+        with contextlib.suppress(FileNotFoundError):
             found = path.lstat()
             if (
                 job.isdecimal()
@@ -1165,15 +1194,14 @@ def remove_abandoned() -> None:
     if not (paths and mine and (answer := squeue(f"--user={os.geteuid()}"))):
         return
     jobs = answer.stdout.split()  # those on other nodes, too: some share their /tmp
-    for job in (
-        paths.keys() - jobs if mine in jobs else []
-    ):  # or that is no list of the jobs
+    # Without this job, the answer is no list of the jobs.
+    for job in paths.keys() - jobs if mine in jobs else []:
         shutil.rmtree(paths[job], ignore_errors=True)
         say(f"removed {paths[job]}: a job of yours that Slurm has ended could not")
 
 
 def release(data_dir: Path) -> None:
-    """Remove what is staged, and the folder if that leaves it empty, unless other jobs use it."""
+    """Remove what is staged, and the folder if then empty, unless other jobs use it."""
     with contextlib.suppress(FileNotFoundError), lock(data_dir, create=False):
         jobs, mine = data_dir / "jobs", os.environ.get("SLURM_JOB_ID")
         if mine:
@@ -1190,7 +1218,7 @@ def release(data_dir: Path) -> None:
 
 
 def discard(data_dir: Path) -> None:
-    """Remove all that a staging has written, or a part of it, the mark of being whole first."""
+    """Remove all or a part of what a staging wrote, the mark of being whole first."""
     plan = data_dir / "staging.json"
     for name in ("staged.json", *read_json(plan).get("made", ()), "staging.json"):
         for path in (part_of(data_dir / name), data_dir / name):
@@ -1249,9 +1277,8 @@ def first_line(error: Exception) -> str:
 
 
 def say(line: str) -> None:
-    sys.stdout.write(
-        f"{HOST}: {line}\n"
-    )  # in one piece: other nodes may write there, too
+    # In one piece: other nodes may write there, too.
+    sys.stdout.write(f"{HOST}: {line}\n")
     sys.stdout.flush()
 
 
@@ -1262,9 +1289,10 @@ def fail(message: str) -> NoReturn:
 
 
 class Pictures:
-    """The pictures of a split, which this script has staged, or a tree of class folders.
+    """The pictures of a split, staged by this script or in a tree of class folders.
 
-    Processes share its index and its file, and no position in it: it may be forked. Pickled, it is a path.
+    Processes share its index and its file, and no position in it: it may be forked.
+    Pickled, it is a path.
     """
 
     def __init__(self, data_dir: Path, split: str):
@@ -1288,7 +1316,8 @@ class Pictures:
             self.fingerprint = fingerprint(self.index, self.classes)
         else:
             raise FileNotFoundError(
-                f"no data in {self.data_dir.absolute()}: for job.sh, set IMAGENET_DIR to the archives; "
+                f"no data in {self.data_dir.absolute()}: "
+                "for job.sh, set IMAGENET_DIR to the archives; "
                 "else run prepare_data.py on every node; or use --synthetic"
             )
         self.labels = np.ascontiguousarray(self.index["label"])
@@ -1310,7 +1339,9 @@ class Pictures:
         )
         if self.archive is None:
             return f"{self.data_dir / FOLDERS[self.split] / class_name / name}"
-        return f"{self.archive}: {name if self.archive in IMAGENET else f'{class_name}/{name}'}"
+        if self.archive not in IMAGENET:
+            name = f"{class_name}/{name}"
+        return f"{self.archive}: {name}"
 
     def read(self, i: int) -> "Tensor":
         """Return a picture: RGB, uint8, shape (3, height, width)."""
@@ -1360,14 +1391,14 @@ def decode(data: "Tensor | bytearray") -> "Tensor":
     if not isinstance(data, torch.Tensor):
         data = torch.frombuffer(data, dtype=torch.uint8)
     image = decode_image(data, mode="RGB")
-    return (
-        image if image.dtype == torch.uint8 else (image.int() >> 8).byte()
-    )  # a PNG may have 16 bits
+    # A PNG may have 16 bits.
+    return image if image.dtype == torch.uint8 else (image.int() >> 8).byte()
 
 
 class Synthetic:
-    """Pictures to learn from, drawn from a seed: each class is a plaid of its own, hidden in noise.
+    """Pictures to learn from, drawn from a seed.
 
+    Each class is a plaid of its own, hidden in noise.
     Another seed gives other pictures of the same classes.
     """
 
