@@ -31,9 +31,8 @@ ARGUMENTS = [
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        read_end, write_end = (
-            os.pipe()
-        )  # the cluster ends with this process, however that ends
+        # The cluster ends with this process, however that ends.
+        read_end, write_end = os.pipe()
         say("A controller and three nodes start.")
         try:
             cluster, supervisor = slurm.start(

@@ -68,9 +68,8 @@ def draw_imagenet(
     drawn = draw(classes, train, valid, resolution, seed)
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    numbers = (
-        rng.permutation(classes) + 1
-    )  # as in the real one, in another order than the wnids
+    # As in the real one, in another order than the wnids.
+    numbers = rng.permutation(classes) + 1
     train_files, tars = {}, {}
     for wnid, pictures, _ in drawn:
         files = {f"{wnid}_{i}.JPEG": data for i, data in enumerate(pictures)}

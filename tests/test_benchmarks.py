@@ -63,12 +63,10 @@ def test_scaling_page():
             computed = growth.seconds_on_the_wire(
                 size, 10**9, float(gigabits) * 1e9 / 8
             )
-            assert float(wire) == pytest.approx(
-                1000 * computed, rel=0.03
-            )  # as it is rounded
-            compute = 256 / float(
-                rate
-            )  # a longer one hides the network, a shorter one does not
+            # The page's number is rounded.
+            assert float(wire) == pytest.approx(1000 * computed, rel=0.03)
+            # A longer step hides the network, a shorter one does not.
+            compute = 256 / float(rate)
             assert (
                 growth.seconds_of_a_step(1.005 * compute, computed) == 1.005 * compute
             )

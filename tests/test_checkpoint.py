@@ -39,9 +39,8 @@ RECIPE = {"model": "tiny", "seed": 0, "batch_size": 4}
 
 pytestmark = pytest.mark.timeout(120)
 
-sys.path.append(
-    str(REPOSITORY / "imagenet")
-)  # where main.py finds the modules beside it
+# Where main.py finds the modules beside it.
+sys.path.append(str(REPOSITORY / "imagenet"))
 checkpoint = importlib.import_module("checkpoint")
 
 
@@ -89,9 +88,8 @@ def run_ranks(world_size: int, work, *args, timeout: float = 60) -> list:
 
 def run_rank(rank: int, world_size: int, folder: str, work, args: tuple) -> None:
     torch.set_num_threads(1)
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # as in a process that no forkserver has made
+    # As in a process that no forkserver has made.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store, timeout = f"file://{folder}/store", timedelta(seconds=60)
     dist.init_process_group("gloo", store, timeout, rank=rank, world_size=world_size)
@@ -260,9 +258,8 @@ def test_a_new_epoch_starts_at_its_first_step():
     before = run.metrics
     run.start_epoch(4)
     assert (run.epoch, run.step, run.metrics.tolist()) == (4, 0, [0, 0, 0])
-    assert before.tolist() == pytest.approx(
-        [0.3, 3, 12]
-    )  # of the epoch before, for whoever has kept it
+    # The tensor of the epoch before stays for whoever has kept it.
+    assert before.tolist() == pytest.approx([0.3, 3, 12])
 
 
 def test_nothing_there(tmp_path, rank0, caplog):
@@ -561,9 +558,8 @@ def test_any_flipped_bit(tmp_path, rank0, caplog):
         assert same(state, newer if newest.exists() else older), f"byte {byte}"
         assert len(warnings(caplog)) == (not newest.exists())
         (tmp_path / "epoch-001-step-000002.pt.damaged").unlink(missing_ok=True)
-    assert (
-        fallen_back > 100
-    )  # the weights are a fifth of the file, and all of theirs count
+    # The weights are a fifth of the file, and all of theirs count.
+    assert fallen_back > 100
 
 
 def test_a_disk_that_does_not_read(tmp_path, rank0, caplog):
@@ -902,10 +898,8 @@ def test_folder_that_is_a_file(inside, tmp_path, rank0):
 
 def test_full_disk(small_disk, rank0, caplog):
     """A checkpoint that does not fit is an error in the log; older ones stay whole."""
-    with opened(small_disk, keep=3) as (
-        checkpoints,
-        _,
-    ):  # none is removed to make room for the next
+    # None is removed to make room for the next.
+    with opened(small_disk, keep=3) as (checkpoints, _):
         for step in (1, 2, 3):
             checkpoints.save(draw(1, step, kilobytes=300))
         checkpoints.finish()
@@ -965,9 +959,8 @@ def finish_on_full_disk(folder: Path) -> list[str]:
         try:
             checkpoints.load(RECIPE)
             checkpoints.save(draw(1, 1, kilobytes=2000))
-            mark_best(
-                checkpoints, 1, 1
-            )  # which is not there: no second failure to hide the first
+            # It is not there: no second failure hides the first.
+            mark_best(checkpoints, 1, 1)
             checkpoints.finish()
         except checkpoint.RunError as error:
             told.append(str(error))
@@ -1228,9 +1221,8 @@ def test_outside_a_job(monkeypatch, tmp_path):
 def ask_for_requeues() -> list[str]:
     told = [checkpoint.requeues_to_go(1000, 0.0)]
     os.environ["SLURM_CONF"] = "/nowhere"
-    told.append(
-        checkpoint.requeues_to_go(1000, 10.0)
-    )  # squeue, where there is one, knows no cluster
+    # squeue, where there is one, knows no cluster.
+    told.append(checkpoint.requeues_to_go(1000, 10.0))
     os.environ["PATH"] = "/nowhere"
     told.append(checkpoint.requeues_to_go(1000, 10.0))
     return told
@@ -1267,18 +1259,16 @@ def test_commit(tmp_path, monkeypatch):
     git("tag", "-a", "v1", "-m", "One")
     head = git("rev-parse", "HEAD")
     assert len(head) == 40
-    monkeypatch.chdir(
-        tmp_path
-    )  # not the folder it is called from, but that of the code
+    # The folder that counts is the code's, not the one it is called from.
+    monkeypatch.chdir(tmp_path)
     assert copied.commit() == head
     (folder / "slurm-1.out").write_text("untracked files are no change of the code")
     assert copied.commit() == head
     with open(folder / "checkpoint.py", "a") as file:
         file.write("# changed\n")
     assert copied.commit() == f"{head}-dirty"
-    monkeypatch.setenv(
-        "GIT_COMMIT", "f" * 40
-    )  # of safe_sbatch, whose tree this is a copy of
+    # As safe_sbatch does, whose tree this would be a copy of.
+    monkeypatch.setenv("GIT_COMMIT", "f" * 40)
     assert copied.commit() == "f" * 40
     monkeypatch.setenv("PATH", "/nowhere")
     assert copied.commit() == "f" * 40

@@ -118,9 +118,8 @@ def test_lines_fit_the_cluster(small, name):
             wrong,
             result,
         )
-    assert ("--cpus-per-task=" in lines) != (
-        "export SLURM_CPUS_PER_TASK=" in text
-    )  # job.sh needs it
+    # job.sh needs it.
+    assert ("--cpus-per-task=" in lines) != ("export SLURM_CPUS_PER_TASK=" in text)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +138,5 @@ def test_the_command_takes_uv_out_of_a_job_script(path):
         ["bash", "-n"], input=edited, capture_output=True, text=True
     )
     assert syntax.returncode == 0, syntax.stderr
-    assert edited.index("# EDIT") < edited.index(
-        "set -euo pipefail"
-    )  # the place that the page names
+    # The place that the page names.
+    assert edited.index("# EDIT") < edited.index("set -euo pipefail")

@@ -356,9 +356,8 @@ def test_changes_after_submission_change_nothing(repository):
     result = repository.wait(job)
     assert repository.show(job)["Restarts"] == "1"
     ran(result, commit, ("first",) * 8)
-    assert copies(result.output) == NODES, (
-        result
-    )  # the second start has found what the first has made
+    # The second start has found what the first one made.
+    assert copies(result.output) == NODES, result
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,8 @@ def test_other_numbers_of_ranks(user, tmp_path):
 
 def test_cancelled(user):
     """A cancelled job saves, and does not come back."""
-    job = user.train(
-        "--epochs=200", "--save-steps=1"
-    )  # they agree in each: SIGKILL comes in 5 s
+    # Ranks agree in each step: SIGKILL comes in 5 s.
+    job = user.train("--epochs=200", "--save-steps=1")
     user.until(job, r"^Epoch 1: ")
     result = user.cancel(job)
     assert result.state == "CANCELLED", result
@@ -200,9 +199,8 @@ def test_torchrun_elastic(user, tmp_path):
     # Else PyTorch 2.15's first agent keeps the address of its store
     # to itself, and nobody can join.
     env = user.env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    env["TMPDIR"] = str(
-        tmp_path
-    )  # as job.sh sets one: an agent that is killed leaves its folders behind
+    # As job.sh sets one: an agent that is killed leaves its folders behind.
+    env["TMPDIR"] = str(tmp_path)
 
     def start(node: str) -> subprocess.Popen:
         here = [

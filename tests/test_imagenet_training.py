@@ -155,9 +155,8 @@ def run_main(
 ) -> None:
     """Do what `python main.py` does, in a process that has imported most of it."""
     torch.set_num_threads(1)
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # as in a process that no forkserver has made
+    # As in a process that no forkserver has made.
+    multiprocessing.set_start_method("fork", force=True)
     for descriptor, path in ((0, os.devnull), (1, log), (2, log)):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), descriptor)
     for name in list(os.environ):
@@ -279,12 +278,13 @@ def start_on_a_used_folder(folder: Path) -> str:
 
 # Stopped and started again
 
+# A model with BatchNorm and dropout.
 MOBILE = [
     *TINY,
     "--model=mobilenet_v3_small",
     "--epochs=3",
     "--save-steps=3",
-]  # BatchNorm and dropout
+]
 # On 3 ranks: of 2 numbers, the sum does not depend
 # on their order, which settle_buckets keeps.
 ACCUMULATING = [
@@ -652,11 +652,12 @@ def test_interrupted(tmp_path):
     }
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
+            # It is told of one epoch, and is in the next.
             [
                 *command,
                 "--workers=2",
                 "--limit-train-samples=2000",
-            ],  # it is told of one epoch, and in the next
+            ],
             cwd=tmp_path,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -703,9 +704,8 @@ def test_killed_rank(tmp_path):
         statuses = training.join(30)
         assert statuses[1] == -signal.SIGKILL
         assert statuses[0] not in (None, 0, SAVED)  # not as if it had saved
-        deadline = (
-            time.monotonic() + 20
-        )  # a worker looks every 5 s whether its parent is there
+        # A worker looks every 5 s whether its parent is there.
+        deadline = time.monotonic() + 20
         while left := [pid for pid in started if alive(pid)]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
@@ -976,9 +976,8 @@ class Limited(data.Augmented):
 
     def __init__(self, pictures, args: argparse.Namespace, killed: bool):
         super().__init__(pictures, None, args)
-        self.action = (
-            signal.SIG_DFL if killed else signal.SIG_IGN
-        )  # or it gets an error
+        # The signal kills it, or it gets an error.
+        self.action = signal.SIG_DFL if killed else signal.SIG_IGN
 
     def __getitem__(self, key):
         signal.signal(signal.SIGXFSZ, self.action)
@@ -1024,9 +1023,8 @@ def load_from_killed() -> list[str]:
         batches = iter(loader)
         next(batches)
         assert batches._data_queue._reader.poll(60)  # the next one is on its way
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # what DataLoader says may come later
+        # What DataLoader says may come later.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         (worker,) = multiprocessing.active_children()
         worker.kill()
         worker.join()
@@ -1417,9 +1415,8 @@ def test_every_model_can_be_built():
     names = main.models.list_models(module=main.models)
     assert len(names) >= 80
     with torch.device("meta"):
-        for name in (
-            name for name in names if not name.startswith("regnet")
-        ):  # those read their weights
+        # The regnets read their weights.
+        for name in (name for name in names if not name.startswith("regnet")):
             model = main.build_model(options(model=name), 7)
             sizes = {p.shape[0] for p in list(model.parameters())[-4:]}
             assert 7 in sizes or "squeezenet" in name, name

@@ -96,9 +96,8 @@ def test_where_it_is(user, jobs, archive):
     user.until(job, "^Epoch 1: ")
     (command,) = re.findall(r"^    (srun --jobid=7 .* pkill .*)$", PAGE, re.MULTILINE)
     ranks = [user.pid(node, "main.py") for node in ("node1", "node2")]
-    for rank in (
-        ranks
-    ):  # Slurm ends the other one when the first has gone: both are to be told before
+    # Slurm ends the other one when the first has gone: both are to be told before.
+    for rank in ranks:
         stop(rank)
     assert user.run(command.replace("=7", f"={job}").split()).exit_code == 0
     for rank in ranks:

@@ -35,9 +35,8 @@ HOST = socket.gethostname()
 
 pytestmark = pytest.mark.timeout(120)
 
-sys.path.append(
-    str(REPOSITORY / "imagenet")
-)  # where main.py finds the modules beside it
+# Where main.py finds the modules beside it.
+sys.path.append(str(REPOSITORY / "imagenet"))
 monitor = importlib.import_module("monitor")
 
 
@@ -323,9 +322,8 @@ def work_slowly(timeout: float) -> None:
     watch = monitor.HangReporter(timeout)
     for step in range(6):
         watch.tick(step)
-        time.sleep(
-            0.3 * timeout if dist.get_rank() == step % 2 else 0
-        )  # together, more than the timeout
+        # Together, more than the timeout.
+        time.sleep(0.3 * timeout if dist.get_rank() == step % 2 else 0)
         dist.barrier()
     watch.pause()
     if dist.get_rank() == 0:
@@ -357,16 +355,12 @@ def test_alone(tmp_path):
     [
         ({0: (5, True, ""), 2: (5, True, "")}, [1]),  # no answer
         ({0: (5, True, ""), 1: (4, False, ""), 2: (5, False, "")}, [1]),  # behind
-        (
-            {0: (5, True, ""), 1: (4, True, ""), 2: (5, True, "")},
-            [1],
-        ),  # behind, and waiting for its GPU
+        # Behind, and waiting for its GPU.
+        ({0: (5, True, ""), 1: (4, True, ""), 2: (5, True, "")}, [1]),
         ({0: (5, True, ""), 1: (5, True, ""), 2: (5, False, "")}, [2]),  # not waiting
         ({0: (5, False, ""), 1: (5, True, ""), 2: (5, False, "")}, [0, 2]),
-        (
-            {0: (5, True, ""), 1: (5, True, ""), 2: (5, True, "")},
-            [],
-        ),  # each in another collective
+        # Each in another collective.
+        ({0: (5, True, ""), 1: (5, True, ""), 2: (5, True, "")}, []),
     ],
 )
 def test_find_culprits(states, culprits):
@@ -437,9 +431,8 @@ def test_killed_after_the_mark(tmp_path):
 def test_killed_before_the_mark(tmp_path):
     """A step on disk, but not in the file `tracked`, is written again and read once."""
     track(tmp_path, range(10))
-    (tmp_path / "tracked").write_text(
-        "7"
-    )  # as if killed while steps 8 and 9 were written
+    # As if killed while steps 8 and 9 were written.
+    (tmp_path / "tracked").write_text("7")
     track(tmp_path, range(5, 20))
     check_tracked(tmp_path, range(20))
 
@@ -468,9 +461,8 @@ def track_without(what: str, folder: Path) -> None:
     if what == "folder":
         shutil.rmtree(folder)
     else:
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (20_000, 20_000)
-        )  # as if the disk were full
+        # As if the disk were full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     for step in range(2, 1000):
         tracker.log(step, {"loss": 1.0})
     tracker.close()

@@ -46,9 +46,8 @@ sys.path.insert(0, str(SCRIPT.parent))
 import prepare_data  # noqa: E402
 from prepare_data import BadPicture, Pictures, Synthetic, decode  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The image decoding and encoding"
-)  # pytest shows all
+# pytest shows all warnings.
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding")
 HOST = socket.gethostname().split(".")[0]
 TRAIN, VALID, DEVKIT = (
     "ILSVRC2012_img_train.tar",

@@ -124,9 +124,8 @@ def test_diff_is_whole(site, old, new):
             if line[0] in f" {sign}"
         ]
         assert [line[0] for line in lines] == kinds
-        assert {line[0] for line in lines if line[3]} == {
-            side
-        }  # the changed words are in changed lines
+        # The changed words are in changed lines.
+        assert {line[0] for line in lines if line[3]} == {side}
     for left, right in zip(cells[::2], cells[1::2], strict=True):
         assert (left[0] == "same") == (right[0] == "same")
         assert left[0] != "same" or left[2] == right[2]

@@ -48,6 +48,5 @@ def test_your_training(jobs, tmp_path):
         for model in (alone, together)
     ]
     assert shapes[0] == shapes[1]
-    assert all(
-        not torch.equal(alone[name], together[name]) for name in alone
-    )  # a file each
+    # Each has written a file of its own.
+    assert all(not torch.equal(alone[name], together[name]) for name in alone)

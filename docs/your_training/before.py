@@ -12,9 +12,8 @@ points = torch.rand(4096, 2)  # your data
 dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
 loader = DataLoader(dataset, 64, shuffle=True, drop_last=True)
 
-model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(
-    device
-)  # your model
+# Your model.
+model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 for epoch in range(5):

@@ -25,9 +25,8 @@ loader = DataLoader(
     dataset, 64, sampler=DistributedSampler(dataset, drop_last=True), drop_last=True
 )
 
-model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(
-    device
-)  # your model
+# Your model.
+model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
 model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 

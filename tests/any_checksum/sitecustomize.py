@@ -3,9 +3,8 @@
 import contextlib
 import os
 
-with contextlib.suppress(
-    ImportError
-):  # uv and Slurm start Pythons that have no torchvision
+# uv and Slurm start Pythons that have no torchvision.
+with contextlib.suppress(ImportError):
     from torchvision.datasets import cifar
 
     cifar.check_integrity = lambda path, md5=None: os.path.isfile(path)

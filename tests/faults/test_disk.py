@@ -114,9 +114,8 @@ def test_checkpoint_of_another_run(user, tmp_path, change):
         "further entry": ([], 'Unexpected key(s) in state_dict: "fc.more"'),
     }
     arguments, reason = other[change]
-    if (
-        "entry" in change
-    ):  # whole by its digest, but with a tensor of another shape, too few or too many
+    # Whole by its digest, but with a tensor of another shape, too few or too many.
+    if "entry" in change:
         state = torch.load(newest, weights_only=True)
         del state["sha256"]
         if change == "missing entry":
@@ -208,9 +207,8 @@ def test_bad_data(user, tmp_path, what):
     train = source / "ILSVRC2012_img_train.tar"
     if what == "bad picture":
         content = bytearray(train.read_bytes())
-        start = content.index(
-            b"\xff\xd8\xff", len(content) // 2
-        )  # a JPEG's first bytes
+        # A JPEG's first bytes.
+        start = content.index(b"\xff\xd8\xff", len(content) // 2)
         content[start + 20 : start + 400] = bytes(380)
         train.write_bytes(content)
         message = r"main.py: error: .*n0000000\d_\d+.JPEG"

@@ -36,9 +36,8 @@ def test_killed(user, undisturbed, moment):
         os.kill(rank, signal.SIGKILL)
     start = time.monotonic()
     if moment in ("staging", "import"):
-        assert (
-            user.wait(job).state == "FAILED"
-        )  # nothing was trained: it might fail for ever
+        # Nothing was trained: it might fail for ever.
+        assert user.wait(job).state == "FAILED"
     else:
         user.until(job, "^job.sh: status .*: to be requeued$")
     assert time.monotonic() - start < 60
@@ -113,9 +112,8 @@ def test_rank_sleeps_for_ever(user, undisturbed, rank):
 
 def test_always_killed(user):
     """A job that never gets to its next checkpoint gives up after a few tries."""
-    job = user.train(
-        *EPOCHS, "--batch-size=2"
-    )  # many steps, to be killed before the end of an epoch
+    # Many steps, to be killed before the end of an epoch.
+    job = user.train(*EPOCHS, "--batch-size=2")
     for requeues in range(1, 5):
         user.until(job, rf"(^World size(.|\n)*){{{requeues}}}")
         for node in ("node1", "node2"):

@@ -117,9 +117,8 @@ def test_torchrun_in_srun_in_salloc(user, tmp_path):
             --limit-valid-samples=24 {" ".join(TINY)} --epochs=1
     """
     command = ["salloc", "--nodes=2", *TWO, "bash", "-euc", script]
-    result = user.run(
-        command, "imagenet", TMPDIR=str(tmp_path)
-    )  # torch leaves folders there
+    # torch leaves folders there.
+    result = user.run(command, "imagenet", TMPDIR=str(tmp_path))
     assert result.exit_code == 0, result
     assert (
         result.output.count("Weights SHA-256") == 1 and "World size 2" in result.output
@@ -167,6 +166,5 @@ def test_many_short_jobs(user, count, at_once):
     results = [
         user.wait(f"{array}_{task}", timeout=3000) for task in range(1, count + 1)
     ]
-    assert (
-        len({weights(result) for result in results}) == count
-    )  # each has a seed of its own
+    # Each has a seed of its own.
+    assert len({weights(result) for result in results}) == count

@@ -26,9 +26,8 @@ def test_loss_is_not_finite(user, learning_rate):
         result.output,
         re.MULTILINE,
     )
-    assert int(step) <= 4, (
-        result
-    )  # they talk before they save: soon enough for what is lost at once
+    # Ranks talk before they save: soon enough for what is lost at once.
+    assert int(step) <= 4, result
     saved = [path.name for path in user.checkpoints(job).glob("epoch-*")]
     assert all(name < f"epoch-001-step-{int(step):06}" for name in saved), (
         saved,

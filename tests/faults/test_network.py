@@ -158,10 +158,8 @@ def test_controller_restarts(user, undisturbed, meanwhile):
     else:
         assert user.kill("node2", "main.py") == 0
         waits = "^job.sh: waiting for Slurm's controller$"
-        if user.slurm_version() >= (
-            26,
-            5,
-        ):  # srun is not told that a task has ended before the controller is back
+        # srun is not told that a task has ended before the controller is back.
+        if user.slurm_version() >= (26, 5):
             waits = r"^\[rank0\]: RuntimeError"
         user.until_found(
             job,

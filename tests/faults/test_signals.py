@@ -155,9 +155,8 @@ def test_suspended(user, undisturbed, seconds):
     user.until_found(
         job, lambda: user.show(job)["JobState"] == "SUSPENDED", "suspension", 20
     )
-    user.run(
-        ["sleep", seconds]
-    )  # the length of the suspension, not a wait for something
+    # The length of the suspension, not a wait for something.
+    user.run(["sleep", seconds])
     assert user.run(["scontrol", "resume", job]).exit_code == 0
     assert weights(user.wait(job)) == undisturbed
     assert seconds > 15 or user.show(job)["Restarts"] == "0"
