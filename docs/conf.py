@@ -39,12 +39,13 @@ DIFFS = [
 ]
 
 include_patterns = ["*.rst", "*/README.rst", "docs/*.rst"]
+# Not to look for pages in there takes time.
 exclude_patterns = [
     ".*",
     "data",
     "*/data",
     "site",
-]  # not to look for pages in there takes time
+]
 highlight_language = "none"  # of blocks that say none, as on GitHub
 smartquotes = False
 

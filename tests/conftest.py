@@ -123,9 +123,8 @@ def cluster(pytestconfig, clone):
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     read_end, write_end = os.pipe()
     writer = os.fdopen(write_end, "wb")
-    os.register_at_fork(
-        after_in_child=writer.close
-    )  # the cluster ends with this process alone
+    # The cluster ends with this process alone.
+    os.register_at_fork(after_in_child=writer.close)
     generation = {name: pytestconfig.getoption(name) for name in ("slurm", "proctrack")}
     generation = {name: value for name, value in generation.items() if value}
     running, supervisor = slurm.start(
@@ -153,9 +152,8 @@ def user(jobs, tmp_path_factory) -> User:
     )
     user = User(jobs.cluster, jobs.clone, folder, jobs.logs)
     user.env |= {"IMAGENET_DIR": str(folder), "CIFAR10_ARCHIVE": ""}
-    del user.env[
-        "PYTHONPATH"
-    ]  # no CIFAR-10 here, and torchvision takes seconds to import
+    # No CIFAR-10 here, and torchvision takes seconds to import.
+    del user.env["PYTHONPATH"]
     return user
 
 

@@ -94,9 +94,8 @@ class Jobs:
             stderr=subprocess.STDOUT,
             timeout=timeout,
         )
-        return Result(
-            process.stdout.decode(), process.returncode
-        )  # with its carriage returns
+        # With its carriage returns.
+        return Result(process.stdout.decode(), process.returncode)
 
     def submit(self, folder: str, *arguments, **env: str) -> str:
         """Call sbatch in a folder of the clone; return the job's id."""

@@ -185,9 +185,8 @@ def test_batch_larger_than_the_training_set():
     for run in start_all(runs).values():
         line = read_error(run)
         assert "5000" in line
-        assert (
-            "2074" in line
-        )  # of the 2304 pictures that --synthetic draws, a tenth is for validation
+        # Of the 2304 pictures that --synthetic draws, a tenth is for validation.
+        assert "2074" in line
         assert "--batch-size" in line
 
 

@@ -165,10 +165,11 @@ def test_sbatch_in_a_job(jobs, folder, last_line):
         ]
         arguments += ["--model=dummy", "--image-size=32", "--workers=1"]
     sbatch = ["sbatch", "--parsable", *flags, "job.sh", *arguments]
+    # --synthetic takes nothing from there.
     env = {
         "SLURM_CPU_BIND": "",
         "IMAGENET_DIR": "/nowhere",
-    }  # --synthetic takes nothing from there
+    }
     submitted = jobs.run([*terminal, *inherited, *sbatch], folder, **env)
     result = jobs.wait(re.search(r"^\d+$", submitted.output, re.MULTILINE)[0])
     assert result.state == "COMPLETED", result

@@ -42,9 +42,8 @@ def main() -> None:
     example = load_example("single_gpu")
     with tempfile.TemporaryDirectory() as folder:
         data_dir = args.data_dir or draw(Path(folder))
-        datasets.cifar.check_integrity = lambda *_: (
-            True
-        )  # made-up pictures have no published checksum
+        # Made-up pictures have no published checksum.
+        datasets.cifar.check_integrity = lambda *_: True
         variants = build_variants(example, data_dir, device, args)
         rates = take_turns(variants, args.rounds)
     usual, *_, limit = variants

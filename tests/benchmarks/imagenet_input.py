@@ -59,9 +59,8 @@ def main() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
     }
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # with a GPU, one of the ways would copy to pinned memory, too
-    )
+    # With a GPU, one of the ways would copy to pinned memory, too.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     dist.init_process_group("gloo")
     normalize = load_example("imagenet").normalize
     with tempfile.TemporaryDirectory() as temporary:

@@ -225,9 +225,8 @@ class Encoded(Dataset):
                 return torch.frombuffer(content, dtype=torch.uint8), int(
                     self.pictures.labels[i]
                 )
-            number = (number + 1) % len(
-                self
-            )  # a GPU decodes no others; ImageNet has 23 of them
+            # A GPU decodes no others; ImageNet has 23 of them.
+            number = (number + 1) % len(self)
 
 
 def as_one(

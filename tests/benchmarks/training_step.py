@@ -30,9 +30,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    if (
-        "RANK" not in os.environ
-    ):  # start the ranks: this script, as torchrun would start it
+    # Start the ranks: this script, as torchrun would start it.
+    if "RANK" not in os.environ:
         torchrun = [
             "-m",
             "torch.distributed.run",
