@@ -544,10 +544,9 @@ def settle_buckets(
     """
     weights = copy.deepcopy(model.module.state_dict())
     images = torch.zeros(batch_size, 3, image_size, image_size, device=model.device)
+    bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     for _ in range(2):
-        with torch.autocast(
-            model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"
-        ):
+        with torch.autocast(model.device.type, torch.bfloat16, bfloat16):
             logits = model(images.contiguous(memory_format=torch.channels_last))
         logits.float().sum().backward()
     model.zero_grad()

@@ -1,28 +1,32 @@
 #!/bin/bash
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=4
+#SBATCH --ntasks-per-node=4  # processes, one a GPU
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=8
-#SBATCH --mem=64G
-#SBATCH --time=03:00:00
-#SBATCH --requeue
+#SBATCH --mem=64G            # of each node
+#SBATCH --time=03:00:00      # the job is ended then
+#SBATCH --requeue            # and may be started again
 #SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@180
-#SBATCH --wait-all-nodes=1
-# EDIT: add the #SBATCH lines your cluster asks for, such as --account, --partition or the GPU's type.
-export IMAGENET_DIR=${IMAGENET_DIR:-} # EDIT: where the archives are; empty: train with --synthetic
-export DATA_DIR=${DATA_DIR:-} # EDIT: a node's folder that your jobs share; empty: one for each, in SLURM_TMPDIR
+#SBATCH --signal=B:USR1@180  # seconds before the time limit
+#SBATCH --wait-all-nodes=1   # until all of them are ready
+# EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type.
+# EDIT: where the archives are. Where it is empty, train with --synthetic.
+export IMAGENET_DIR=${IMAGENET_DIR:-}
+# EDIT: a node's folder that your jobs share. Where it is empty, each has its own.
+export DATA_DIR=${DATA_DIR:-}
 
+# sbatch passes on the variables of its shell, and srun obeys them. If that shell is in
+# another job, they are about that one. A step has all of its own job without being told.
+forget_other_jobs() {
+    unset "${!SRUN_@}" "${!SLURM_GPU@}" "${!SLURM_MEM_PER_@}" "${!SLURM_TRES_@}"
+    [[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
+    [[ ${SLURM_TMPDIR:-} != /tmp/slurm-job-* ]] || unset SLURM_TMPDIR MASTER_PORT
+    [[ $(scontrol show job "$SLURM_JOB_ID") == *ArrayJobId=* ]] || unset "${!SLURM_ARRAY_@}"
+    export SLURM_EXPORT_ENV=ALL
+}
 set -euo pipefail
-export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
-unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
-# Called in another job, sbatch passes on what that one has of memory, CPUs and GPUs, and srun would ask for it here. A
-# step has all the GPUs of its job without being told.
-unset SRUN_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE
-[ -z "${SLURM_MEM_PER_CPU:-}${SLURM_MEM_PER_GPU:-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
-[[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
-[ -z "${OWN_TMPDIR:-}" ] || unset OWN_TMPDIR SLURM_TMPDIR MASTER_PORT # made by a job like this one
 echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date), requeued ${SLURM_RESTART_COUNT:-0} times"
+forget_other_jobs
 
 # A shell acts on a signal when its command is over, unless that runs in the background.
 attend() {
@@ -68,10 +72,10 @@ end() {
 }
 trap 'end $?' EXIT
 
-# Data goes to the node's own disk. Where the cluster names none in SLURM_TMPDIR, it goes to a folder under /tmp that
-# is removed at the end of this script; after scancel or at the time limit, it may stay.
+# The data goes to the node's own disk: to a folder of the cluster's, or to one that this
+# script makes and removes. After scancel or the time limit, it may stay.
 if [ -z "${SLURM_TMPDIR:-}" ]; then
-    export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID OWN_TMPDIR=yes
+    export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID
 fi
 export DATA; DATA=$(realpath -ms "${DATA_DIR:-$SLURM_TMPDIR/data}") # this script may go elsewhere below
 IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -ms "$IMAGENET_DIR")}
@@ -88,11 +92,11 @@ stage() {
 may_pass() { [ ! -e "$SLURM_TMPDIR/$SLURM_JOB_ID.failed" ] || exit 66; }
 clean_up() {
     [ -z "$IMAGENET_DIR" ] || uv run --no-sync python prepare_data.py --data-dir "$DATA" --release
-    if [ "${OWN_TMPDIR:-}" ]; then rm -rf "$SLURM_TMPDIR"; else rm -f "$SLURM_TMPDIR/$SLURM_JOB_ID".{training,failed}; fi
+    if [[ $SLURM_TMPDIR == /tmp/slurm-job-* ]]; then rm -rf "$SLURM_TMPDIR"; else rm -f "$SLURM_TMPDIR/$SLURM_JOB_ID".{training,failed}; fi
 }
 export -f stage may_pass clean_up
 
-# Rank 0 waits for the other ranks here; the port follows the job, because jobs may share a node.
+# The ranks meet at rank 0. Jobs may share a node: the port follows the job.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT WORK_DIR=$PWD # checkpoints go here, unless there is a $SCRATCH
@@ -106,19 +110,22 @@ if [ -n "$GIT_COMMIT" ]; then
         { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname), see above: is that a shared disk?" >&2 && exit 1; }
     eval "$code_checkpointing"
 else
-    # Once, here: tasks that all synchronise the environment at the same time get in each other's way.
+    # Once, here: tasks that all do this at the same time get in each other's way.
     # shellcheck disable=SC2086 # several flags
-    attend uv sync --inexact $SYNC_FLAGS # another job may need more than this one
+    attend uv sync --inexact --quiet $SYNC_FLAGS
 fi
 on_each_node bash -euc stage
 staged=yes
 
-# srun 22.05 and 23.02 give a task one CPU unless this is set. OMP_NUM_THREADS is PyTorch's number of CPU threads.
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give the job --cpus-per-task} OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-export PYTHONFAULTHANDLER=1 # a crash prints where Python was
-export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
-export TORCH_DIST_USE_NCCL2=0 # the new way to NCCL, of PyTorch 2.15, lets backward() wait for each all-reduce
-# TMPDIR: what killed processes leave there is removed, too.
+# Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give the job --cpus-per-task}
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+# A crash prints where Python was.
+export PYTHONFAULTHANDLER=1
+# INFO, for either, tells more when ranks cannot meet.
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+# PyTorch 2.15's new way to NCCL lets backward() wait for each all-reduce.
+export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0}
 # In a job array, the task's number is the seed, unless the arguments say otherwise.
 TMPDIR=$SLURM_TMPDIR attend srun --kill-on-bad-exit=1 --wait=60 uv run --no-sync python main.py --data-dir "$DATA" \
     ${SLURM_ARRAY_TASK_ID:+--seed="$SLURM_ARRAY_TASK_ID"} "$@" && trained=yes # a shell that is killed ends with 0, too

@@ -1,26 +1,23 @@
-"""Train a ResNet-50 on ImageNet with the GPUs of several nodes; Slurm may stop the job and start it again."""
+"""Train a ResNet-50 on ImageNet with the GPUs of several nodes, stopped and resumed."""
 
 import argparse
 import contextlib
 import functools
 import logging
 import math
-import os
 import socket
 import subprocess
 import sys
 import time
 from datetime import timedelta
+from os import environ, sched_getaffinity
 from pathlib import Path
-from typing import NoReturn
 
 import checkpoint
-import rich.console
-import rich.logging
 import torch
 import torch.distributed as dist
 from checkpoint import Checkpoints, Run
-from data import Augmented, build_loaders, load_data, seed_torch
+from data import build_loaders, load_data, seed_torch
 from monitor import Monitor
 from prepare_data import BadPicture
 from torch import Tensor, nn
@@ -33,13 +30,11 @@ logger = logging.getLogger("main")
 
 
 def parse_args() -> argparse.Namespace:
-    def at_least(minimum: int | float):
-        def number(text: str) -> int | float:
+    def at_least(minimum):
+        def number(text):
             value = type(minimum)(text)
             if not value >= minimum:  # so written, it also refuses nan
-                raise argparse.ArgumentTypeError(
-                    f"must be at least {minimum}, not {text}"
-                )
+                raise argparse.ArgumentTypeError(f"must be at least {minimum}: {text}")
             return value
 
         return number
@@ -57,10 +52,8 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
-    data_dir = Path(os.environ.get("SLURM_TMPDIR", ".")) / "data"
-    cpus = int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) or len(
-        os.sched_getaffinity(0)
-    )
+    data_dir = Path(environ.get("SLURM_TMPDIR", ".")) / "data"
+    cpus = int(environ.get("SLURM_CPUS_PER_TASK", "0")) or len(sched_getaffinity(0))
     add = parser.add_argument
     add(
         "--data-dir",
@@ -155,13 +148,15 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    device = setup_distributed(args.timeout)
+    check_task()
+    set_ranks()
     setup_logging()
+    logger.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
+    device = setup_distributed(args.timeout)
     if device.type == "cpu":
         logger.warning("warning: no GPU found, training on the CPU")
         if args.sync_batchnorm:
             fail("--sync-batchnorm needs GPUs: leave it out", together=True)
-    torch.manual_seed(args.seed)
 
     train_set, valid_set = load_data(args)
     checkpoints = Checkpoints(args.checkpoint_dir, args.keep)
@@ -171,21 +166,25 @@ def main() -> None:
     global_batch_size = world_size * args.batch_size * args.accumulate
     if saved:  # perhaps by another number of GPUs: the global batch stays as it was
         global_batch_size = saved["global_batch_size"]
-    steps = count_steps(train_set, global_batch_size)
+    steps = count_steps(len(train_set), global_batch_size, world_size)
     share = f"{world_size} x {global_batch_size / world_size:.4g}"
     logger.info(
-        f"World size {world_size}: {steps} steps an epoch, {share} samples each, of {len(train_set)}; "
-        f"{len(valid_set)} to validate"
+        f"World size {world_size}: {steps} steps an epoch, "
+        f"{share} samples each, of {len(train_set)}; "
+        f"{len(valid_set)} to validate; "
+        f"computing in {'bfloat16' if has_bfloat16() else 'float32'}"
     )
 
+    torch.manual_seed(args.seed)
     model = build_model(args, len(train_set.pictures.classes)).to(
         device, memory_format=torch.channels_last
     )
     if args.compile:
         model.compile()
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
-    # Its backward() averages the gradients over the ranks, the first ones while it still computes the rest.
-    ddp_model = nn.parallel.DistributedDataParallel(model)
+    # backward() averages the gradients over all ranks while it computes the rest.
+    ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp_model.broadcast_buffers = False  # in every step: train() does it once
     checkpoint.settle_buckets(ddp_model, args.batch_size, args.image_size)
     run = Run(model, optimizer, scheduler, recipe, global_batch_size)
     if saved:
@@ -197,7 +196,8 @@ def main() -> None:
 
     while run.epoch <= args.epochs:
         start, steps_before = time.perf_counter(), run.step
-        metrics = train(ddp_model, run, train_loader, checkpoints, monitor, args)
+        bar = progress(run.epoch, steps - run.step)
+        metrics = train(ddp_model, run, train_loader, bar, checkpoints, monitor, args)
         train_loss, train_accuracy = average(metrics, steps * global_batch_size)
         seconds = time.perf_counter() - start
         rate = (steps - steps_before) * global_batch_size / seconds
@@ -209,8 +209,10 @@ def main() -> None:
             (args.epochs - run.epoch) * len(train_set), rate
         )
         logger.info(
-            f"Epoch {run.epoch}: train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
-            f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, {rate:.0f} images/s{usage}{requeues}"
+            f"Epoch {run.epoch}: "
+            f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
+            f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
+            f"{rate:.0f} images/s{usage}{requeues}"
         )
         train_values = {
             "train/loss": train_loss,
@@ -225,113 +227,121 @@ def main() -> None:
             checkpoints.mark_best(run, valid_accuracy)
         run.start_epoch(run.epoch + 1)
     checkpoints.finish()
-    logger.info(
-        f"Weights SHA-256 {checkpoint.digest(model.state_dict())}, commit {checkpoint.commit()}"
-    )
+    sha256 = checkpoint.digest(model.state_dict())
+    logger.info(f"Weights SHA-256 {sha256}, commit {checkpoint.commit()}")
     monitor.close()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def setup_distributed(timeout: int) -> torch.device:
-    """Join the process group, as one process a GPU, and return this process's device."""
-    env, host = os.environ, socket.gethostname()
-    tasks = read_slurm_number("SLURM_NTASKS", alone="1")
-    # A batch script and salloc's shell know the number of tasks, too, but would wait for them without end.
-    torchrun = "RANK" in env
-    if not torchrun and env.get("SLURM_STEP_NUM_TASKS", "1") != tasks:
+def check_task() -> None:
+    """Refuse to start outside of srun, where it would wait for the other tasks."""
+    tasks = environ.get("SLURM_NTASKS", "1")
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") != tasks and "RANK" not in environ:
         fail(f"this is none of the {tasks} tasks of the job: start main.py with srun")
-    # srun numbers its tasks. torchrun sets these variables itself, and then its numbers stay.
-    env.setdefault("RANK", read_slurm_number("SLURM_PROCID", alone="0"))
-    env.setdefault("WORLD_SIZE", tasks)
-    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    env.setdefault("LOCAL_RANK", read_slurm_number("SLURM_LOCALID", alone="0"))
-    local_rank = int(env["LOCAL_RANK"])
-    # Rank 0 waits for the others here. job.sh sets both, salloc neither. Port 0 is any free one.
-    job = int(read_slurm_number("SLURM_JOB_ID", alone="0"))
-    if (
-        "MASTER_ADDR" not in env and "SLURM_STEP_NODELIST" in env
-    ):  # not the job's list: a step may have less
-        command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-        env["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
-    env.setdefault("MASTER_ADDR", "127.0.0.1")
-    env.setdefault("MASTER_PORT", str(job and 10000 + job % 20000))
 
-    gpus = torch.cuda.device_count() or int(env.get("SLURM_GPUS_ON_NODE", "0"))
-    hidden = "SLURM_GPUS_PER_TASK" in env or "per_task" in env.get(
-        "SLURM_TRES_BIND", ""
-    )
-    if gpus and (local_rank >= gpus or hidden):
-        fail(
-            f"rank {rank} of {host} has no GPU to itself: "
-            "ask for more --gpus-per-node, no --gpus-per-task, no --gpu-bind"
-        )
-    gpu = torch.device("cuda", local_rank) if torch.cuda.device_count() else None
-    if gpu:
-        torch.cuda.set_device(gpu)
+
+def set_ranks() -> None:
+    """Pass on the numbers that srun gives its tasks. torchrun's own stay."""
+    environ.setdefault("RANK", environ.get("SLURM_PROCID", "0"))
+    environ.setdefault("LOCAL_RANK", environ.get("SLURM_LOCALID", "0"))
+    environ.setdefault("WORLD_SIZE", environ.get("SLURM_NTASKS", "1"))
+
+
+def setup_distributed(timeout: int) -> torch.device:
+    """Join the process group, one process a GPU, and return this process's device."""
+    # Rank 0 waits for the others here. job.sh sets both, salloc neither.
+    if "MASTER_ADDR" not in environ:
+        environ["MASTER_ADDR"] = find_first_node()
+    job = int(environ.get("SLURM_JOB_ID", "0"))  # port 0 is any free one
+    environ.setdefault("MASTER_PORT", str(10000 + job % 20000 if job else 0))
+    device = find_device(int(environ["LOCAL_RANK"]))
+    backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        if (
-            rank == 0 and not torchrun
-        ):  # c10d would take minutes and pages to say what is wrong there
-            family, *_, address = socket.getaddrinfo(
-                env["MASTER_ADDR"], env["MASTER_PORT"]
-            )[0]
-            socket.create_server(address, family=family).close()
-        dist.init_process_group(
-            "nccl" if gpu else "gloo", device_id=gpu, timeout=timedelta(seconds=timeout)
-        )
+        check_port()
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(backend, device_id=device, timeout=limit)
     except (OSError, RuntimeError) as error:
         fail(
-            f"rank {rank} of {world_size} on {host}, with {gpu or 'no GPU'}, cannot join the others at "
-            f"MASTER_ADDR={env['MASTER_ADDR']}, MASTER_PORT={env['MASTER_PORT']}, "
-            f"which must be rank 0's node and a free port there, unless NCCL complains: {error}"
+            f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
+            f"{socket.gethostname()} ({device}) cannot join the others at "
+            f"MASTER_ADDR={environ['MASTER_ADDR']}, "
+            f"MASTER_PORT={environ['MASTER_PORT']}, which must be rank 0's node "
+            f"and a free port there, unless NCCL complains: {error}"
         )
-    return gpu or torch.device("cpu")
+    return device
 
 
-def read_slurm_number(name: str, alone: str) -> str:
-    """Return a number that srun gives its tasks, or `alone` outside of Slurm."""
-    value = os.environ.get(name, "missing" if "SLURM_STEP_ID" in os.environ else alone)
-    if not value.isdecimal():
+def find_first_node() -> str:
+    """Return the first node of this step, which may have fewer than its job."""
+    if "SLURM_STEP_NODELIST" not in environ:
+        return "127.0.0.1"
+    command = ["scontrol", "show", "hostnames", environ["SLURM_STEP_NODELIST"]]
+    return subprocess.check_output(command, text=True).split()[0]
+
+
+def find_device(local_rank: int) -> torch.device:
+    """Return the GPU of this process, or the CPU where there is none."""
+    visible = torch.cuda.device_count()
+    gpus = int(environ.get("SLURM_GPUS_ON_NODE", visible))
+    if 0 < gpus <= local_rank:
         fail(
-            f"{name} is {value}, not the number that srun sets: start main.py with srun"
+            f"local rank {local_rank} on {socket.gethostname()} has no GPU to itself: "
+            f"there are {gpus}; ask for more --gpus-per-node, or for fewer tasks"
         )
-    return value
+    if gpus > 1 and "," not in environ.get("CUDA_VISIBLE_DEVICES", ","):
+        logger.warning(
+            "warning: a task sees only one GPU of its node, and NCCL cannot use the "
+            "direct way between them: ask for --gpus-per-node, not --gpus-per-task"
+        )
+    if visible == 0:
+        return torch.device("cpu", 0)
+    device = torch.device("cuda", local_rank % visible)
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_port() -> None:
+    """Raise OSError if rank 0 cannot listen. c10d takes minutes and pages for it."""
+    if environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in environ:
+        host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+        family, *_, address = socket.getaddrinfo(host, port)[0]
+        socket.create_server(address, family=family).close()
 
 
 def train(
-    model, run: Run, loader: DataLoader, checkpoints, monitor, args: argparse.Namespace
+    model,
+    run: Run,
+    loader: DataLoader,
+    bar: tqdm,
+    checkpoints,
+    monitor,
+    args: argparse.Namespace,
 ) -> Tensor:
     """Train to the end of the epoch and return its metrics (see `measure`)."""
     model.train()
     device = next(model.parameters()).device
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    metrics = run.metrics.to(device) * (
-        rank == 0
-    )  # rank 0 counts what was done before this start
+    # Rank 0 counts what was done before this start.
+    metrics = run.metrics.to(device) * (rank == 0)
     parts, next_talk = loader.batch_sampler.parts, run.step
-    for number, (images, labels) in enumerate(
-        monitor.watch(run, progress(loader, f"Epoch {run.epoch}"))
-    ):
+    for number, (images, labels) in enumerate(monitor.watch(run, loader)):
         part = number % parts
         if part == 0 and run.step == next_talk:
             next_talk += agree(run, metrics, checkpoints, monitor, args)
         images, labels = (
             tensor.to(device, non_blocking=True) for tensor in (images, labels)
         )
-        seed_torch(
-            args.seed, run.epoch, run.step, part, rank
-        )  # for models with dropout
+        # For models with dropout.
+        seed_torch(args.seed, run.epoch, run.step, part, rank)
         # One all-reduce of the gradients a step is enough: after its last part.
         with contextlib.nullcontext() if part == parts - 1 else model.no_sync():
-            with torch.autocast(
-                device.type, torch.bfloat16, enabled=device.type == "cuda"
-            ):
+            with torch.autocast(device.type, torch.bfloat16, has_bfloat16()):
                 logits = model(normalize(images))
                 losses = F.cross_entropy(
                     logits, labels, label_smoothing=0.1, reduction="sum"
                 )
-            # DDP divides by the ranks, whose shares and parts need not have the same size.
+            # DDP divides by the ranks, whose shares may have different sizes.
             (losses * world_size / run.global_batch_size).backward()
         measure(metrics, logits.detach(), labels)
         if part == parts - 1:
@@ -339,7 +349,9 @@ def train(
             run.optimizer.zero_grad()
             run.scheduler.step()
             run.step += 1
-    # DDP has made BatchNorm's running statistics equal before every step, but not after the last one.
+            show(bar, metrics)
+    bar.close()
+    # BatchNorm's running statistics are each rank's own: all take those of rank 0.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     agree(run, metrics, checkpoints, monitor, args, save=True)
@@ -354,7 +366,10 @@ def agree(
     args: argparse.Namespace,
     save=False,
 ) -> int:
-    """Let the ranks decide together whether to stop or to save; return the steps until they do it again."""
+    """Let the ranks decide together whether to stop or to save.
+
+    Return the steps until they do it again.
+    """
     mine = [
         checkpoint.stop_requested(),
         checkpoints.age() > 60 * args.save_minutes,
@@ -367,7 +382,8 @@ def agree(
     loss, correct, samples, stop, due, pace = sums.tolist()
     if not math.isfinite(loss):
         fail(
-            f"the loss is {loss} before step {run.step} of epoch {run.epoch}: nothing of it is saved; "
+            f"the loss is {loss} before step {run.step} of epoch {run.epoch}: "
+            "nothing of it is saved; "
             "try a smaller --learning-rate, or look at the data",
             together=True,
         )
@@ -381,20 +397,21 @@ def agree(
     if stop:
         checkpoints.finish()
         logger.info(
-            f"Asked to stop: saved step {run.step} of epoch {run.epoch}, to go on from there"
+            f"Asked to stop: saved step {run.step} of epoch {run.epoch}, "
+            "to go on from there"
         )
         monitor.close()
         dist.barrier()
         dist.destroy_process_group()
         sys.exit(checkpoint.REQUEUE)
-    # Again in 20 steps, or sooner if they take more than two seconds: a signal leaves little time.
+    # Again in 20 steps, or in two seconds: a signal leaves little time.
     soon = max(1, min(20, int(2 * dist.get_world_size() / pace) if pace else 1))
     return min(soon, args.save_steps - run.step % args.save_steps)
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: DataLoader, monitor: Monitor) -> Tensor:
-    """Return the metrics of the model (see `measure`) over all of the loader's samples."""
+    """Return the metrics of the model (see `measure`) over all samples."""
     model.eval()
     device = next(model.parameters()).device
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
@@ -402,26 +419,33 @@ def evaluate(model: nn.Module, loader: DataLoader, monitor: Monitor) -> Tensor:
         images, labels = (
             tensor.to(device, non_blocking=True) for tensor in (images, labels)
         )
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, torch.bfloat16, has_bfloat16()):
             logits = model(normalize(images))
         measure(metrics, logits, labels)
         monitor.tick()
     return metrics
 
 
+@functools.cache  # every step asks
+def has_bfloat16() -> bool:
+    """Say whether a GPU computes bfloat16 itself. T4 and RTX 8000 only emulate it."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def measure(metrics: Tensor, logits: Tensor, labels: Tensor) -> None:
     """Add a batch to `metrics`, float64 [sum of losses, correct, samples].
 
-    They stay on the device: reading one, as `.item()` does, makes the CPU wait for the GPU.
+    A label of -100, which `cross_entropy` ignores, marks what is no sample.
+    The metrics stay on the device: reading one makes the CPU wait for the GPU.
     """
     losses = F.cross_entropy(logits.float(), labels, reduction="none")
     metrics[0] += losses.sum(dtype=torch.float64)
     metrics[1] += (logits.argmax(dim=1) == labels).sum()
-    metrics[2] += len(labels)
+    metrics[2] += (labels >= 0).sum()
 
 
 def average(metrics: Tensor, samples: int) -> tuple[float, float]:
-    """Return the loss and the accuracy (0 to 1) over `samples` samples, which is how many there must be."""
+    """Return the mean loss and the accuracy, 0 to 1, over exactly `samples` samples."""
     dist.all_reduce(metrics)  # the sums over all ranks
     loss, correct, counted = metrics.tolist()
     assert counted == samples, f"{counted:.0f} samples were counted, not {samples}"
@@ -435,9 +459,8 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, classes)
         )
     options = {}
-    if (
-        "resne" in args.model
-    ):  # each block begins as the identity: Goyal et al. 2017, arXiv:1706.02677
+    if "resne" in args.model:
+        # Each block begins as the identity: Goyal et al. 2017, arXiv:1706.02677.
         options = {"zero_init_residual": True}
     elif args.model in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}
@@ -452,10 +475,11 @@ def build_optimizer(
 ):
     """Return SGD and its one-cycle schedule, which is moved on after every step.
 
-    The defaults are NVIDIA's for ResNet-50 v1.5, who report 77.1% after 90 epochs, and 75.8% after 50:
-    github.com/NVIDIA/DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md.
+    The defaults are NVIDIA's for ResNet-50 v1.5, who report 77.1% after 90 epochs, and
+    75.8% after 50: github.com/NVIDIA/DeepLearningExamples,
+    PyTorch/Classification/ConvNets/resnet50v1.5/README.md.
     """
-    # The learning rate follows the global batch: linear scaling, Goyal et al. 2017, arXiv:1706.02677.
+    # The rate follows the global batch: linear scaling, Goyal et al. 2017.
     learning_rate = args.learning_rate * global_batch_size / 256
     parameters = [
         parameter for parameter in model.parameters() if parameter.requires_grad
@@ -485,69 +509,78 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def count_steps(data: Augmented, global_batch_size: int) -> int:
-    """Return the steps in an epoch: the last global batch, if it is not whole, is left out."""
-    steps = len(data) // global_batch_size
+def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
+    """Return the steps of an epoch. A last global batch that is short is left out."""
+    steps = samples // global_batch_size
     if steps == 0:
         fail(
-            f"a step takes {global_batch_size} samples and there are only {len(data)} to train on: "
-            "choose a smaller --batch-size",
+            f"a step takes {global_batch_size} samples and there are only {samples} "
+            f"to train on: choose --batch-size {samples // world_size} or less",
             together=True,
         )
     return steps
 
 
-def normalize(images: Tensor) -> Tensor:
-    """Return uint8 pictures as float32 ones of mean 0 and standard deviation 1, in channels_last."""
-    mean, std = mean_and_std(images.device)
-    return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
-
-
-@functools.cache  # a tensor made of Python numbers makes the CPU wait for the GPU: make it once
-def mean_and_std(device: torch.device) -> Tensor:
-    values = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], device=device)
-    return 255 * values.view(2, 3, 1, 1)
-
-
-def progress(batches: DataLoader, description: str) -> tqdm:
-    """Return the batches with a progress bar in a terminal, and without one in a job's output."""
+def progress(epoch: int, steps: int) -> tqdm:
+    """Return the progress bar of an epoch, for people who watch and not for a file."""
+    hidden = None  # tqdm then looks for a terminal
+    # srun's tasks have none. In a job of salloc somebody watches them all the same.
+    if "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH":
+        hidden = False
+    if dist.get_rank() != 0:
+        hidden = True
     return tqdm(
-        batches,
-        desc=description,
+        total=steps,
+        desc=f"Epoch {epoch}",
         unit="step",
+        mininterval=1,  # seconds
         leave=False,
-        disable=None if dist.get_rank() == 0 else True,
+        disable=hidden,
     )
 
 
-class LogHandler(rich.logging.RichHandler):
-    """Rich's colours in a terminal, but no columns: every line stays whole and starts with its text."""
-
-    def render(self, *, record, traceback, message_renderable):
-        return message_renderable
+def show(bar: tqdm, metrics: Tensor) -> None:
+    """Move the bar on by a step. Read the loss only when the bar is drawn anew."""
+    if bar.update():
+        loss, _, samples = metrics.tolist()
+        bar.set_postfix(loss=f"{loss / samples:.3f}")
 
 
 def setup_logging() -> None:
     logging.basicConfig(
-        level=logging.INFO if dist.get_rank() == 0 else logging.ERROR,
+        level=logging.INFO if environ["RANK"] == "0" else logging.ERROR,
         format="%(message)s",
-        handlers=[LogHandler(console=rich.console.Console(soft_wrap=True))],
+        stream=sys.stdout,
     )
 
 
-def fail(message: str, together: bool = False) -> NoReturn:
-    """End this process with one line that says why; with all the others at once, rank 0 says it for them."""
+def fail(message: str, together: bool = False) -> None:
+    """End this process with one line that says why.
+
+    With all the others at once, rank 0 says it for them.
+    """
     if mark := checkpoint.training_mark():  # job.sh need not try again
         with contextlib.suppress(FileNotFoundError):
             mark.rename(mark.with_suffix(".failed"))
     if not together or dist.get_rank() == 0:
-        sys.stderr.write(
-            f"main.py: error: {message}\n"
-        )  # in one piece: other processes may write there, too
+        # In one piece: other processes may write there, too.
+        sys.stderr.write(f"main.py: error: {message}\n")
     if together:
         dist.barrier()
         dist.destroy_process_group()
     sys.exit(1)
+
+
+def normalize(images: Tensor) -> Tensor:
+    """Return uint8 images as float32 of mean 0 and deviation 1, in channels_last."""
+    mean, std = mean_and_std(images.device)
+    return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
+
+
+@functools.cache  # to make a tensor from numbers, the CPU waits for the GPU
+def mean_and_std(device: torch.device) -> Tensor:
+    values = [[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]
+    return 255 * torch.tensor(values, device=device).view(2, 3, 1, 1)
 
 
 if __name__ == "__main__":
@@ -556,5 +589,5 @@ if __name__ == "__main__":
     except checkpoint.RunError as error:  # on all ranks
         fail(str(error), together=True)
     except BadPicture as error:
-        # From a worker of the DataLoader it comes with a traceback, which ends in its text.
+        # From a DataLoader worker it comes with a traceback, which ends in its text.
         fail(str(error).strip().split("BadPicture: ")[-1])

@@ -1,57 +1,59 @@
 #!/bin/bash
 #SBATCH --nodes=1
-#SBATCH --ntasks-per-node=4
+#SBATCH --ntasks-per-node=4  # processes, one a GPU
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=4
-#SBATCH --mem=16G
-#SBATCH --time=01:00:00
-#SBATCH --no-requeue
-# EDIT: add the #SBATCH lines your cluster asks for, such as --account, --partition or the GPU's type.
-export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-} # EDIT: where cifar-10-python.tar.gz is; empty: main.py downloads it
+#SBATCH --mem=16G            # of each node
+#SBATCH --time=01:00:00      # the job is ended then
+#SBATCH --no-requeue         # or it starts over when a node fails
+# EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type.
+# EDIT: where cifar-10-python.tar.gz is. Where it is empty, main.py downloads it.
+export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-}
 
+# sbatch passes on the variables of its shell, and srun obeys them. If that shell is in
+# another job, they are about that one. A step has all of its own job without being told.
+forget_other_jobs() {
+    unset "${!SRUN_@}" "${!SLURM_GPU@}" "${!SLURM_MEM_PER_@}" "${!SLURM_TRES_@}"
+    [[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
+    [[ ${SLURM_TMPDIR:-} != /tmp/slurm-job-* ]] || unset SLURM_TMPDIR MASTER_PORT
+    [[ $(scontrol show job "$SLURM_JOB_ID") == *ArrayJobId=* ]] || unset "${!SLURM_ARRAY_@}"
+    export SLURM_EXPORT_ENV=ALL
+}
 set -euo pipefail
-export SLURM_EXPORT_ENV=ALL # for tasks to have this script's variables even where sbatch --export said otherwise
-unset SLURM_TRES_PER_TASK   # srun 23.11 and later refuse to start if it disagrees with SLURM_CPUS_PER_TASK
-# Called in another job, sbatch passes on what that one has of memory, CPUs and GPUs, and srun would ask for it here. A
-# step has all the GPUs of its job without being told.
-unset SRUN_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE
-[ -z "${SLURM_MEM_PER_CPU:-}${SLURM_MEM_PER_GPU:-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
-[[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
-[ -z "${OWN_TMPDIR:-}" ] || unset OWN_TMPDIR SLURM_TMPDIR MASTER_PORT # made by a job like this one
 echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date)"
-[ "$SLURM_JOB_NUM_NODES" = 1 ] || { echo "job.sh: error: this example is for one node: use multi_node" >&2 && exit 1; }
+forget_other_jobs
 
-# Data goes to the node's own disk. Where the cluster names none in SLURM_TMPDIR, it goes to a folder under /tmp that
-# is removed at the end of this script; after scancel or at the time limit, it may stay.
+# The data goes to the node's own disk: to a folder of the cluster's, or to one that this
+# script makes and removes. After scancel or the time limit, it may stay.
 if [ -z "${SLURM_TMPDIR:-}" ]; then
-    export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID OWN_TMPDIR=yes
+    export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID
     trap 'rm -rf "$SLURM_TMPDIR"' EXIT
 fi
 stage() {
-    mkdir -p "$SLURM_TMPDIR"
-    if [[ $SLURM_TMPDIR == /tmp/slurm-job-* && (-L $SLURM_TMPDIR || ! -O $SLURM_TMPDIR) ]]; then
-        echo "job.sh: error: $SLURM_TMPDIR on $(hostname) is another user's: sbatch again" >&2
-        exit 1
-    fi
+    # mkdir fails where another user has made that folder.
+    [[ $SLURM_TMPDIR != /tmp/slurm-job-* ]] || mkdir "$SLURM_TMPDIR"
     mkdir -p "$SLURM_TMPDIR/data"
     if [ -n "$CIFAR10_ARCHIVE" ] && ! tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data"; then
-        echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname): is it whole?" >&2
+        echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2
         exit 1
     fi
 }
 stage
 
-# Rank 0 waits for the other ranks here; the port follows the job, because jobs may share a node.
+# The ranks meet at rank 0. Jobs may share a node: the port follows the job.
 MASTER_ADDR=127.0.0.1
 MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT
 
-# Once, here: tasks that all synchronise the environment at the same time get in each other's way.
-uv sync --locked --inexact # another job may need more than this one
-# srun 22.05 and 23.02 give a task one CPU unless this is set. OMP_NUM_THREADS is PyTorch's number of CPU threads.
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give the job --cpus-per-task} OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-export PYTHONFAULTHANDLER=1 # a crash prints where Python was
-export NCCL_DEBUG=WARN TORCH_CPP_LOG_LEVEL=ERROR # INFO, for either, tells more when ranks cannot meet
-export TORCH_DIST_USE_NCCL2=0 # the new way to NCCL, of PyTorch 2.15, lets backward() wait for each all-reduce
-# TMPDIR: what killed processes leave there is removed, too.
+# Once, here: tasks that all do this at the same time get in each other's way.
+uv sync --locked --inexact --quiet
+# Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give the job --cpus-per-task}
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+# A crash prints where Python was.
+export PYTHONFAULTHANDLER=1
+# INFO, for either, tells more when ranks cannot meet.
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+# PyTorch 2.15's new way to NCCL lets backward() wait for each all-reduce.
+export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0}
 TMPDIR=$SLURM_TMPDIR srun --kill-on-bad-exit=1 uv run --no-sync python main.py "$@"

@@ -7,12 +7,10 @@ import os
 import socket
 import sys
 import time
-from pathlib import Path
-from typing import NamedTuple, NoReturn
+from dataclasses import dataclass
+from os import environ
 
 import numpy as np
-import rich.console
-import rich.logging
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,21 +21,12 @@ from tqdm import tqdm
 logger = logging.getLogger("main")
 
 
-class Split(NamedTuple):
-    """Pictures and their classes, whole, in the memory of the device that works on them."""
-
-    images: Tensor  # uint8, shape (samples, 3, 32, 32); to train on, what `view_crops` returns
-    labels: Tensor  # int64, shape (samples,)
-
-
 def parse_args() -> argparse.Namespace:
-    def at_least(minimum: int | float):
-        def number(text: str) -> int | float:
+    def at_least(minimum):
+        def number(text):
             value = type(minimum)(text)
             if not value >= minimum:  # so written, it also refuses nan
-                raise argparse.ArgumentTypeError(
-                    f"must be at least {minimum}, not {text}"
-                )
+                raise argparse.ArgumentTypeError(f"must be at least {minimum}: {text}")
             return value
 
         return number
@@ -48,61 +37,47 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
-    data_dir = Path(os.environ.get("SLURM_TMPDIR", ".")) / "data"
+    data_dir = os.path.join(environ.get("SLURM_TMPDIR", "."), "data")
     add = parser.add_argument
-    add(
-        "--data-dir",
-        type=Path,
-        default=data_dir,
-        help="folder that has CIFAR-10, or gets it",
-    )
-    add(
-        "--synthetic",
-        action="store_true",
-        help="train on made-up pictures: no data, no network",
-    )
-    add("--epochs", type=at_least(1), default=20, help="passes over the training set")
-    add("--batch-size", type=at_least(1), default=256, help="samples per GPU in a step")
+    add("--data-dir", default=data_dir, help="has CIFAR-10, or gets it")
+    add("--synthetic", action="store_true", help="made-up images, two short epochs")
+    add("--epochs", type=at_least(1), default=35, help="passes over the training set")
+    add("--batch-size", type=at_least(1), default=256, help="images per GPU in a step")
     add(
         "--learning-rate",
         type=at_least(0.0),
         default=0.2,
-        help="peak, per 256 samples of the global batch",
+        help="peak, per 256 images of the global batch",
     )
-    add(
-        "--weight-decay",
-        type=at_least(0.0),
-        default=5e-4,
-        help="L2 penalty on the parameters",
-    )
+    add("--weight-decay", type=at_least(0.0), default=5e-4, help="L2 penalty")
     add("--seed", type=at_least(0), default=0, help="seed of everything random")
-    add(
-        "--compile",
-        action="store_true",
-        help="compile the model: a slow start, faster steps",
-    )
+    add("--compile", action="store_true", help="a slow start, then faster steps")
+    if parser.parse_args().synthetic:
+        parser.set_defaults(epochs=2, batch_size=32)  # learns in a minute on two cores
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        fail("this example is a single process: start it as one task, or use multi_gpu")
-    device = torch.device("cuda" if torch.cuda.device_count() else "cpu")
+    check_task()
     setup_logging()
+    logger.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         logger.warning("warning: no GPU found, training on the CPU")
-    torch.manual_seed(args.seed)
 
     train_set, valid_set, test_set = load_data(args, device)
     world_size = 1
     global_batch_size = world_size * args.batch_size
-    steps = count_steps(train_set, global_batch_size)
+    steps = count_steps(len(train_set), global_batch_size, world_size)
     logger.info(
-        f"World size {world_size}: {steps} steps an epoch, {world_size} x {args.batch_size} samples each, "
-        f"of {len(train_set.labels)}; {len(valid_set.labels)} to validate, {len(test_set.labels)} to test"
+        f"World size {world_size}: {steps} steps an epoch, "
+        f"{world_size} x {args.batch_size} samples each, of {len(train_set)}; "
+        f"{len(valid_set)} to validate, {len(test_set)} to test; "
+        f"computing in {'bfloat16' if has_bfloat16() else 'float32'}"
     )
 
+    torch.manual_seed(args.seed)
     model = build_model().to(device, memory_format=torch.channels_last)
     if args.compile:
         model.compile()
@@ -110,48 +85,37 @@ def main() -> None:
 
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
-        metrics = train(
-            model, optimizer, scheduler, train_set, global_batch_size, args.seed, epoch
-        )
+        batches = training_batches(train_set, global_batch_size, args.seed, epoch)
+        bar = progress(epoch, steps)
+        metrics = train(model, optimizer, scheduler, batches, bar)
         train_loss, train_accuracy = average(metrics, steps * global_batch_size)
         rate = steps * global_batch_size / (time.perf_counter() - start)
-        valid_loss, valid_accuracy = average(
-            evaluate(model, valid_set, args.batch_size), len(valid_set.labels)
-        )
+        metrics = evaluate(model, evaluation_batches(valid_set, args.batch_size))
+        valid_loss, valid_accuracy = average(metrics, len(valid_set))
         logger.info(
-            f"Epoch {epoch}: train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
-            f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, {rate:.0f} images/s"
+            f"Epoch {epoch}: "
+            f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
+            f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
+            f"{rate:.0f} images/s"
         )
-    test_loss, test_accuracy = average(
-        evaluate(model, test_set, args.batch_size), len(test_set.labels)
-    )
+    metrics = evaluate(model, evaluation_batches(test_set, args.batch_size))
+    test_loss, test_accuracy = average(metrics, len(test_set))
     logger.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
 
 
-def train(
-    model,
-    optimizer,
-    scheduler,
-    data: Split,
-    global_batch_size: int,
-    seed: int,
-    epoch: int,
-) -> Tensor:
-    """Train for one epoch and return its metrics (see `measure`)."""
+def check_task() -> None:
+    """Refuse to be one of several tasks: each would train the same."""
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        fail("this example is a single process: start one task, or use multi_gpu")
+
+
+def train(model, optimizer, scheduler, batches, bar: tqdm) -> Tensor:
+    """Train on all the batches and return their metrics (see `measure`)."""
     model.train()
-    device = data.labels.device
+    device = next(model.parameters()).device
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    order, top, left, flip = (
-        draw.to(device) for draw in draw_epoch(len(data.labels), seed, epoch)
-    )
-    steps = len(order) // global_batch_size
-    batches = order[: steps * global_batch_size].view(steps, global_batch_size)
-    for index in progress(batches, f"Epoch {epoch}"):
-        images, labels = (
-            data.images[index, flip[index], top[index], left[index]],
-            data.labels[index],
-        )
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    for images, labels in batches:
+        with torch.autocast(device.type, torch.bfloat16, has_bfloat16()):
             logits = model(normalize(images))
             loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
         optimizer.zero_grad()
@@ -159,54 +123,63 @@ def train(
         optimizer.step()
         scheduler.step()
         measure(metrics, logits.detach(), labels)
+        show(bar, metrics)
+    bar.close()
     return metrics
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: Split, batch_size: int) -> Tensor:
-    """Return the metrics of the model (see `measure`) over all of `data`."""
+def evaluate(model: nn.Module, batches) -> Tensor:
+    """Return the metrics of the model (see `measure`) over all the batches."""
     model.eval()
-    device = data.labels.device
+    device = next(model.parameters()).device
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    order = torch.arange(len(data.labels), device=device)
-    for index in order.split(batch_size):
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = model(normalize(data.images[index]))
-        measure(metrics, logits, data.labels[index])
+    for images, labels in batches:
+        with torch.autocast(device.type, torch.bfloat16, has_bfloat16()):
+            logits = model(normalize(images))
+        measure(metrics, logits, labels)
     return metrics
+
+
+@functools.cache  # every step asks
+def has_bfloat16() -> bool:
+    """Say whether a GPU computes bfloat16 itself. T4 and RTX 8000 only emulate it."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def measure(metrics: Tensor, logits: Tensor, labels: Tensor) -> None:
     """Add a batch to `metrics`, float64 [sum of losses, correct, samples].
 
-    They stay on the device: reading one, as `.item()` does, makes the CPU wait for the GPU.
+    A label of -100, which `cross_entropy` ignores, marks what is no sample.
+    The metrics stay on the device: reading one makes the CPU wait for the GPU.
     """
     losses = F.cross_entropy(logits.float(), labels, reduction="none")
     metrics[0] += losses.sum(dtype=torch.float64)
     metrics[1] += (logits.argmax(dim=1) == labels).sum()
-    metrics[2] += len(labels)
+    metrics[2] += (labels >= 0).sum()
 
 
 def average(metrics: Tensor, samples: int) -> tuple[float, float]:
-    """Return the loss and the accuracy (0 to 1) over `samples` samples, which is how many there must be."""
+    """Return the mean loss and the accuracy, 0 to 1, over exactly `samples` samples."""
     loss, correct, counted = metrics.tolist()
     assert counted == samples, f"{counted:.0f} samples were counted, not {samples}"
     return loss / samples, correct / samples
 
 
 def build_model() -> nn.Module:
-    """Return a ResNet-18 whose stem keeps 32 x 32 pixels; ImageNet's would leave 8 x 8."""
-    model = resnet18(num_classes=10)
+    """Return a ResNet-18 whose stem keeps 32 x 32 pixels: ImageNet's leaves 8 x 8."""
+    # Each block begins as the identity: Goyal et al. 2017, arXiv:1706.02677.
+    model = resnet18(num_classes=10, zero_init_residual=True)
     model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model
 
 
 def build_optimizer(
-    model: nn.Module, args: argparse.Namespace, global_batch_size: int, steps: int
+    model, args: argparse.Namespace, global_batch_size: int, steps: int
 ):
     """Return SGD and its one-cycle schedule, which is moved on after every step."""
-    # The learning rate follows the global batch: linear scaling, Goyal et al. 2017, arXiv:1706.02677.
+    # The rate follows the global batch: linear scaling, Goyal et al. 2017.
     learning_rate = args.learning_rate * global_batch_size / 256
     optimizer = torch.optim.SGD(
         model.parameters(),
@@ -220,145 +193,171 @@ def build_optimizer(
         optimizer,
         max_lr=learning_rate,
         total_steps=args.epochs * steps,
+        pct_start=0.23,  # of all steps until the peak: Jordan 2024, arXiv:2404.00498
         cycle_momentum=False,
     )
     return optimizer, scheduler
 
 
-def count_steps(data: Split, global_batch_size: int) -> int:
-    """Return the steps in an epoch: the last global batch, if it is not whole, is left out."""
-    steps = len(data.labels) // global_batch_size
+def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
+    """Return the steps of an epoch. A last global batch that is short is left out."""
+    steps = samples // global_batch_size
     if steps == 0:
         fail(
-            f"a step takes {global_batch_size} samples and there are only {len(data.labels)} to train on: "
-            "choose a smaller --batch-size"
+            f"a step takes {global_batch_size} samples and there are only {samples} "
+            f"to train on: choose --batch-size {samples // world_size} or less"
         )
     return steps
 
 
-def load_data(
-    args: argparse.Namespace, device: torch.device
-) -> tuple[Split, Split, Split]:
-    """Return the training, validation and test sets on `device`."""
-    train_set, test_set = (
-        draw_synthetic() if args.synthetic else read_cifar10(args.data_dir)
-    )
-    images, labels = (tensor.to(device) for tensor in train_set)
-    # The pictures come in a random order: the last tenth is held out for validation.
-    valid = len(labels) // 10
-    return (
-        Split(view_crops(images[:-valid]), labels[:-valid]),
-        Split(images[-valid:], labels[-valid:]),
-        Split(*(tensor.to(device) for tensor in test_set)),
-    )
-
-
-def read_cifar10(data_dir: Path) -> tuple[Split, Split]:
-    """Read the training and the test pictures, after downloading them where `data_dir` has none."""
-    socket.setdefaulttimeout(
-        10
-    )  # seconds; a firewall may drop packets, and then a download never ends
-    try:
-        parts = [
-            CIFAR10(data_dir, train=train, download=True) for train in (True, False)
-        ]
-    except (OSError, RuntimeError) as error:
-        fail(
-            f"no whole CIFAR-10 in {data_dir.absolute()} on {socket.gethostname()}, and no download "
-            f"({error}): put {CIFAR10.filename} there, or set CIFAR10_ARCHIVE for job.sh, or use --synthetic"
-        )
-    return tuple(
-        Split(torch.from_numpy(p.data).permute(0, 3, 1, 2), torch.tensor(p.targets))
-        for p in parts
-    )
-
-
-def draw_synthetic() -> tuple[Split, Split]:
-    """Draw training and test pictures to learn from: each class is a pattern, hidden in noise."""
-    generator = torch.Generator().manual_seed(0)
-    patterns = F.interpolate(
-        torch.randn(10, 3, 8, 8, generator=generator), (32, 32), mode="bilinear"
-    )
-    parts = []
-    for samples in (2304, 256):  # enough for a step of 8 GPUs with 256 samples each
-        labels = torch.randint(10, (samples,), generator=generator)
-        noise = torch.randn(samples, 3, 32, 32, generator=generator)
-        images = (128 + 32 * patterns[labels] + 48 * noise).clamp(0, 255).byte()
-        parts.append(Split(images, labels))
-    return tuple(parts)
-
-
-def view_crops(images: Tensor) -> Tensor:
-    """Return all crops of the pictures and of their mirror images: to augment a batch is to index it.
-
-    They are a view of shape (samples, 2, 9, 9, 3, 32, 32), of two pictures of 40 x 40 pixels a sample.
-    """
-    padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, 4, 4, 4, 4))
-    return (
-        torch.stack((padded, padded.flip(2)), dim=1).unfold(2, 32, 1).unfold(3, 32, 1)
-    )
-
-
-def draw_epoch(
-    samples: int, seed: int, epoch: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw the order of an epoch, and of every sample the crop's top and left edge (0 to 8) and the flip.
-
-    All follow from (seed, epoch, sample): they stay the same however many GPUs share the work.
-    """
-    rng = np.random.default_rng((seed, epoch))
-    order = rng.permutation(samples)
-    top, left = rng.integers(9, size=(2, samples))
-    flip = rng.integers(2, size=samples)
-    return tuple(torch.from_numpy(draw) for draw in (order, top, left, flip))
-
-
-def normalize(images: Tensor) -> Tensor:
-    """Return uint8 pictures as float32 ones of mean 0 and standard deviation 1, in channels_last."""
-    mean, std = mean_and_std(images.device)
-    return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
-
-
-@functools.cache  # a tensor made of Python numbers makes the CPU wait for the GPU: make it once
-def mean_and_std(device: torch.device) -> Tensor:
-    values = torch.tensor(
-        [[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]], device=device
-    )
-    return 255 * values.view(2, 3, 1, 1)
-
-
-def progress(batches: Tensor, description: str) -> tqdm:
-    """Return the batches with a progress bar in a terminal, and without one in a job's output."""
+def progress(epoch: int, steps: int) -> tqdm:
+    """Return the progress bar of an epoch, for people who watch and not for a file."""
+    hidden = None  # tqdm then looks for a terminal
+    # srun's tasks have none. In a job of salloc somebody watches them all the same.
+    if "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH":
+        hidden = False
     return tqdm(
-        batches,
-        desc=description,
+        total=steps,
+        desc=f"Epoch {epoch}",
         unit="step",
+        mininterval=1,  # seconds
         leave=False,
-        disable=None,
+        disable=hidden,
     )
 
 
-class LogHandler(rich.logging.RichHandler):
-    """Rich's colours in a terminal, but no columns: every line stays whole and starts with its text."""
-
-    def render(self, *, record, traceback, message_renderable):
-        return message_renderable
+def show(bar: tqdm, metrics: Tensor) -> None:
+    """Move the bar on by a step. Read the loss only when the bar is drawn anew."""
+    if bar.update():
+        loss, _, samples = metrics.tolist()
+        bar.set_postfix(loss=f"{loss / samples:.3f}")
 
 
 def setup_logging() -> None:
     logging.basicConfig(
         level=logging.INFO,
         format="%(message)s",
-        handlers=[LogHandler(console=rich.console.Console(soft_wrap=True))],
+        stream=sys.stdout,
     )
 
 
-def fail(message: str) -> NoReturn:
+def fail(message: str) -> None:
     """End this process with one line that says why."""
-    sys.stderr.write(
-        f"main.py: error: {message}\n"
-    )  # in one piece: other processes may write there, too
+    sys.stderr.write(f"main.py: error: {message}\n")  # whole: others may write there
     sys.exit(1)
+
+
+# The data: all of CIFAR-10, in the memory of the device.
+
+
+@dataclass
+class Split:
+    """Images and their classes."""
+
+    images: Tensor  # uint8, (samples, 3, 32, 32); to train on, what view_crops returns
+    labels: Tensor  # int64, (samples,)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def load_data(args: argparse.Namespace, device: torch.device) -> list[Split]:
+    """Return the training, validation and test sets on `device`."""
+    tensors = draw_synthetic() if args.synthetic else read_cifar10(args.data_dir)
+    images, labels, *test = (tensor.to(device) for tensor in tensors)
+    # The images come in a random order: the last tenth is held out for validation.
+    valid = len(labels) // 10
+    train_set = Split(view_crops(images[:-valid]), labels[:-valid])
+    return [train_set, Split(images[-valid:], labels[-valid:]), Split(*test)]
+
+
+def read_cifar10(data_dir: str) -> list[Tensor]:
+    """Return images and labels, to train on and to test, downloaded if need be."""
+    socket.setdefaulttimeout(10)  # seconds: a firewall may drop packets in silence
+    try:
+        parts = [CIFAR10(data_dir, train, download=True) for train in (True, False)]
+    except (OSError, RuntimeError) as error:
+        fail(
+            f"no whole CIFAR-10 in {os.path.abspath(data_dir)} on "
+            f"{socket.gethostname()}, and no download ({error}): put "
+            f"{CIFAR10.filename} there, or set CIFAR10_ARCHIVE for job.sh, "
+            "or use --synthetic"
+        )
+    tensors = []
+    for part in parts:
+        tensors += [torch.from_numpy(part.data).permute(0, 3, 1, 2)]
+        tensors += [torch.tensor(part.targets)]
+    return tensors
+
+
+def draw_synthetic() -> list[Tensor]:
+    """Draw images and labels, as `read_cifar10`: a colour a class, hidden in noise."""
+    torch.manual_seed(0)
+    labels = torch.randint(10, (1152 + 256,))
+    colors = torch.randint(64, 192, (10, 3, 1, 1))
+    noise = 48 * torch.randn(len(labels), 3, 32, 32)
+    images = (colors[labels] + noise).clamp(0, 255).byte()
+    return [images[:1152], labels[:1152], images[1152:], labels[1152:]]
+
+
+def view_crops(images: Tensor) -> Tensor:
+    """Return all crops of the images and of their mirror images: indexing augments.
+
+    They are a view of shape (samples, 2, 9, 9, 3, 32, 32), of two padded images of
+    40 x 40 pixels a sample: flipped or not, top edge, left edge, and then the crop.
+    """
+    padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, 4, 4, 4, 4))
+    both = torch.stack((padded, padded.flip(2)), dim=1)
+    return both.unfold(2, 32, 1).unfold(3, 32, 1)
+
+
+def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int):
+    """Yield an epoch's batches, augmented: (batch, 3, 32, 32) images and labels."""
+    device = data.labels.device
+    draws = draw_epoch(len(data), seed, epoch)
+    order, top, left, flip = (torch.from_numpy(draw).to(device) for draw in draws)
+    steps = len(data) // global_batch_size
+    batches = order[: steps * global_batch_size].view(steps, global_batch_size)
+    for index in batches:
+        # One crop of each sample comes out: (batch, 3, 32, 32).
+        images = data.images[index, flip[index], top[index], left[index]]
+        yield images, data.labels[index]
+
+
+def evaluation_batches(data: Split, batch_size: int):
+    """Return all samples once, in batches of one size: --compile compiles for each.
+
+    The last one is padded with images of label -100, which count nowhere.
+    """
+    missing = -len(data) % batch_size
+    images = F.pad(data.images, (0, 0, 0, 0, 0, 0, 0, missing))
+    labels = F.pad(data.labels, (0, missing), value=-100)
+    return zip(images.split(batch_size), labels.split(batch_size), strict=True)
+
+
+def draw_epoch(samples: int, seed: int, epoch: int):
+    """Draw the order of an epoch, and each sample's top edge, left edge and flip.
+
+    All follow from (seed, epoch, sample), however many GPUs share the work.
+    """
+    rng = np.random.default_rng((seed, epoch))
+    order = rng.permutation(samples)
+    top, left = rng.integers(9, size=(2, samples))
+    # Every second epoch shows the other mirror image: Jordan 2024, arXiv:2404.00498.
+    flip = (np.random.default_rng(seed).integers(2, size=samples) + epoch) % 2
+    return order, top, left, flip
+
+
+def normalize(images: Tensor) -> Tensor:
+    """Return uint8 images as float32 of mean 0 and deviation 1, in channels_last."""
+    mean, std = mean_and_std(images.device)
+    return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
+
+
+@functools.cache  # to make a tensor from numbers, the CPU waits for the GPU
+def mean_and_std(device: torch.device) -> Tensor:
+    values = [[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]]
+    return 255 * torch.tensor(values, device=device).view(2, 3, 1, 1)
 
 
 if __name__ == "__main__":

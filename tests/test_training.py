@@ -8,6 +8,7 @@ import argparse
 import collections
 import functools
 import importlib.util
+import itertools
 import logging
 import multiprocessing
 import os
@@ -93,13 +94,14 @@ def run_rank(
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": str(world_size),
+        "ENVIRONMENT": "BATCH",
     }
     os.environ |= {
         "SLURM_NTASKS": str(world_size),
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank),
     }
-    join = example in DISTRIBUTED and work is not run_main
+    join = example in DISTRIBUTED and work not in (run_main, count_collectives)
     if join:
         store = f"file://{folder}/store"
         timeout = timedelta(seconds=60)
@@ -115,7 +117,11 @@ def run_rank(
 
 def wrap(model: nn.Module) -> nn.Module:
     """Return what main() gives to train()."""
-    return DistributedDataParallel(model) if dist.is_initialized() else model
+    if not dist.is_initialized():
+        return model
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp_model.broadcast_buffers = False
+    return ddp_model
 
 
 # Models and pictures
@@ -191,14 +197,22 @@ def read_samples(images: Tensor) -> Tensor:
 
 
 def cut_synthetic(main: ModuleType, samples: int):
-    """Return the first ones of the pictures that --synthetic trains on."""
-    images, labels = main.draw_synthetic()[0]
+    """Return the first ones of the images that --synthetic trains on."""
+    images, labels, *_ = main.draw_synthetic()
     return main.Split(images[:samples], labels[:samples])
 
 
-def to_train_on(main: ModuleType, data):
-    """Return pictures and classes as `load_data` returns those of the training set."""
-    return data._replace(images=main.view_crops(data.images))
+def train(main: ModuleType, model, optimizer, scheduler, data, *epoch: int) -> Tensor:
+    """Train as main() does: on these images, for one of its epochs."""
+    global_batch_size = epoch[0]
+    train_set = main.Split(main.view_crops(data.images), data.labels)
+    batches = main.training_batches(train_set, *epoch)
+    bar = main.progress(epoch[-1], len(data) // global_batch_size)
+    return main.train(model, optimizer, scheduler, batches, bar)
+
+
+def evaluate_on(main: ModuleType, model: nn.Module, data, batch_size: int) -> Tensor:
+    return main.evaluate(model, main.evaluation_batches(data, batch_size))
 
 
 def build_optimizer(
@@ -212,9 +226,8 @@ def build_optimizer(
 
 
 def evaluate(main: ModuleType) -> tuple[float, float]:
-    return main.average(
-        main.evaluate(NormModel(), cut_synthetic(main, SAMPLES), 16), SAMPLES
-    )
+    metrics = evaluate_on(main, NormModel(), cut_synthetic(main, SAMPLES), 16)
+    return main.average(metrics, SAMPLES)
 
 
 @functools.cache
@@ -296,10 +309,8 @@ def record(main: ModuleType) -> dict:
     """Train for an epoch; return the batches the model was given, and the metrics."""
     model = RecordingModel()
     optimizer, scheduler = build_optimizer(main, model, STEPS)
-    data = to_train_on(main, draw_marked(main))
-    metrics = main.train(
-        wrap(model), optimizer, scheduler, data, GLOBAL_BATCH_SIZE, 5, 3
-    )
+    epoch = (GLOBAL_BATCH_SIZE, 5, 3)
+    metrics = train(main, wrap(model), optimizer, scheduler, draw_marked(main), *epoch)
     return {
         "batches": model.batches,
         "metrics": main.average(metrics, STEPS * GLOBAL_BATCH_SIZE),
@@ -404,13 +415,22 @@ def test_draw_epoch(example):
         assert sorted(order.tolist()) == list(range(1000))
         assert set(top.tolist()) == set(left.tolist()) == set(range(9))
         assert set(flip.tolist()) == {0, 1}
-        assert not torch.equal(top, left)
+        assert (top != left).any()
         for drawn, again in zip(draws[pair], draw_epoch(1000, *pair), strict=True):
-            assert torch.equal(drawn, again)
+            assert (drawn == again).all()
         for other in arguments:
             if other != pair:
                 for drawn, another in zip(draws[pair], draws[other], strict=True):
-                    assert not torch.equal(drawn, another)
+                    assert (drawn != another).any()
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_flips_alternate(example):
+    """Two epochs in a row show each image once as it is and once mirrored."""
+    draw_epoch = load_example(example).draw_epoch
+    flips = [draw_epoch(1000, 3, epoch)[3] for epoch in range(1, 6)]
+    for flip, next_flip in itertools.pairwise(flips):
+        assert (flip + next_flip == 1).all()
 
 
 # What the ranks learn
@@ -421,8 +441,8 @@ def learn(main: ModuleType, build, learning_rate: float) -> tuple[dict, dict]:
     model = build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer, scheduler = build_optimizer(main, model, 4, learning_rate=learning_rate)
-    data = to_train_on(main, cut_synthetic(main, 4 * GLOBAL_BATCH_SIZE + 1))
-    main.train(wrap(model), optimizer, scheduler, data, GLOBAL_BATCH_SIZE, 0, 1)
+    data = cut_synthetic(main, 4 * GLOBAL_BATCH_SIZE + 1)
+    train(main, wrap(model), optimizer, scheduler, data, GLOBAL_BATCH_SIZE, 0, 1)
     return before, model.state_dict()
 
 
@@ -475,9 +495,10 @@ def learn_rates(main: ModuleType, global_batch_size: int) -> dict:
         lambda *_: rates.append(optimizer.param_groups[0]["lr"])
     )
     ddp_model = wrap(model)
-    data = to_train_on(main, cut_synthetic(main, 6 * global_batch_size - 1))
-    for epoch in range(1, 5):
-        main.train(ddp_model, optimizer, scheduler, data, global_batch_size, 0, epoch)
+    data = cut_synthetic(main, 6 * global_batch_size - 1)
+    for number in range(1, 5):
+        epoch = (global_batch_size, 0, number)
+        train(main, ddp_model, optimizer, scheduler, data, *epoch)
     try:
         scheduler.step()
     except ValueError:
@@ -493,8 +514,9 @@ def test_learning_rate(example, global_batch_size):
     for learned in run_ranks(example, world_size, learn_rates, global_batch_size):
         rates, peak = learned["rates"], 0.4 * global_batch_size / 256
         assert len(rates) == 20
-        assert max(rates) == pytest.approx(peak)
-        assert rates.index(max(rates)) == 5  # OneCycleLR rises for 0.3 of the steps
+        # OneCycleLR rises for 0.23 of the steps, and then falls from between two.
+        assert 0.99 * peak < max(rates) <= peak
+        assert rates.index(max(rates)) == 4
         assert rates[0] == pytest.approx(peak / 25)
         assert rates[-1] == pytest.approx(peak / 25 / 1e4)
         assert learned["at its end"]
@@ -556,7 +578,6 @@ def count_steps(main: ModuleType, steps: int) -> dict:
     """Count what so many steps of train, evaluate and bare DDP call, and `average`."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     data = cut_synthetic(main, steps * GLOBAL_BATCH_SIZE)
-    train_set = to_train_on(main, data)
     model = NormModel()
     ddp_model, bare_model = wrap(model), wrap(NormModel())
     optimizer, scheduler = build_optimizer(main, model, steps)
@@ -568,12 +589,12 @@ def count_steps(main: ModuleType, steps: int) -> dict:
     metrics = torch.ones(3, dtype=torch.float64)
     return {
         "train": count_calls(
-            lambda: main.train(
-                ddp_model, optimizer, scheduler, train_set, GLOBAL_BATCH_SIZE, 0, 1
+            lambda: train(
+                main, ddp_model, optimizer, scheduler, data, GLOBAL_BATCH_SIZE, 0, 1
             )
         ),
         "evaluate": count_calls(
-            lambda: main.evaluate(model, data, GLOBAL_BATCH_SIZE // world_size)
+            lambda: evaluate_on(main, model, data, GLOBAL_BATCH_SIZE // world_size)
         ),
         "bare DDP": count_calls(run_bare_steps),
         "average": count_calls(lambda: main.average(metrics, world_size)),
@@ -615,19 +636,13 @@ def test_steps_neither_wait_nor_talk(example):
 # main()
 
 
-def run_main(main: ModuleType, batch_size: int, port: int) -> dict:
+def run_main(main: ModuleType, batch_size: int, port: int, *more, build=None) -> dict:
     """Call main() with a small model, as a step's task; return parameters and lines."""
     os.environ["MASTER_PORT"] = str(port)
-    sys.argv = [
-        "main.py",
-        "--synthetic",
-        f"--batch-size={batch_size}",
-        "--epochs=2",
-        "--learning-rate=1",
-    ]
-    sys.argv += ["--seed=3"]
+    sys.argv = ["main.py", "--synthetic", f"--batch-size={batch_size}", "--epochs=2"]
+    sys.argv += ["--learning-rate=1", "--seed=3", *more]
     models = []
-    main.build_model = lambda: models.append(ExactModel()) or models[0]
+    main.build_model = lambda: models.append((build or ExactModel)()) or models[0]
     lines, handler = [], logging.Handler()
     handler.emit = lambda log_record: lines.append(log_record.getMessage())
     main.logger.addHandler(handler)
@@ -638,6 +653,46 @@ def run_main(main: ModuleType, batch_size: int, port: int) -> dict:
     }
 
 
+def find_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def count_collectives(main: ModuleType, port: int, epochs: int) -> dict:
+    counts = count_calls(
+        lambda: run_main(main, 128, port, f"--epochs={epochs}", build=NormModel)
+    )
+    return counts["collectives"]
+
+
+@pytest.mark.parametrize("example", DISTRIBUTED)
+def test_collectives_of_an_epoch(example):
+    """Each step sums its gradients, in one bucket here. All else is once an epoch."""
+    few, many = (
+        run_ranks(example, 2, count_collectives, find_port(), epochs)
+        for epochs in (1, 2)
+    )
+    steps, buffers = 4, 3  # 1037 images in steps of 256; BatchNorm's statistics
+    for one, two in zip(few, many, strict=True):
+        growth = {name: two[name] - one[name] for name in two}
+        # The metrics of training and those of validation are a sum each.
+        assert growth.pop("c10d::allreduce_") == steps + 2
+        assert growth.pop("c10d::broadcast_") == buffers
+        assert not any(growth.values()), growth
+
+
+def count_compilations(main: ModuleType) -> dict:
+    torch._dynamo.reset()
+    run_main(main, 32, 0, "--epochs=1", "--compile", build=NormModel)
+    return dict(torch._dynamo.utils.counters["stats"])
+
+
+def test_compile_once_for_training_and_once_for_evaluation():
+    """115 images to validate and 256 to test end with short batches: no new shape."""
+    (stats,) = run_ranks("single_gpu", 1, count_compilations)
+    assert stats["unique_graphs"] == 2, stats
+
+
 @functools.cache
 def run_main_alone() -> dict:
     return run_ranks("single_gpu", 1, run_main, 256, 0)[0]
@@ -646,9 +701,7 @@ def run_main_alone() -> dict:
 @pytest.mark.parametrize("example", DISTRIBUTED)
 def test_main_on_two_ranks(example):
     """Two tasks with half the batch size print what one GPU prints, and only once."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    first, second = run_ranks(example, 2, run_main, 128, port)
+    first, second = run_ranks(example, 2, run_main, 128, find_port())
     alone = run_main_alone()
     assert torch.equal(first["parameters"], second["parameters"])
     # Seen: 1e-6. Gradients summed, not averaged: 0.7. Without DDP: 0.13.
