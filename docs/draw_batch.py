@@ -32,7 +32,7 @@ def draw_cifar10() -> str:
     stages = [
         Stage(
             "disk",
-            "pictures",
+            "images",
             ("all of them, moved", "there once, as bytes"),
             ("uint8", "45000, 3, 32, 32"),
         ),
@@ -40,11 +40,11 @@ def draw_cifar10() -> str:
             "gpu",
             "view_crops",
             ("padded, and mirrored;", "a view of all crops"),
-            ("uint8", "45000, 2, 40, 40, 3"),
+            ("uint8, in memory", "45000, 2, 40, 40, 3"),
         ),
         Stage(
             "gpu",
-            "choose",
+            "training_batches",
             ("one indexing operation", "a batch"),
             ("uint8", "256, 3, 32, 32"),
         ),
@@ -57,7 +57,7 @@ def draw_cifar10() -> str:
         Stage(
             "gpu",
             "model",
-            ("in bfloat16, where", "autocast allows it"),
+            ("bfloat16, if the GPU", "computes it itself"),
             ("logits", "256, 10"),
         ),
     ]
@@ -71,7 +71,7 @@ def draw_cifar10() -> str:
             "center",
             middle,
             numbers_y + 25,
-            "draw_epoch, on the CPU, once an epoch: order, flip, top, left",
+            "draw_epoch, on the CPU, once an epoch: order, top, left, flip",
         ),
         text(
             "small center",
@@ -98,7 +98,7 @@ def draw_imagenet() -> str:
             "task",
             "read",
             ("os.preadv, at the offset", "that the index has"),
-            ("JPEG", "a picture's bytes"),
+            ("JPEG", "an image's bytes"),
         ),
         Stage(
             "task",
@@ -109,13 +109,13 @@ def draw_imagenet() -> str:
         Stage(
             "task",
             "crop, resize, flip",
-            ("from seed, epoch and", "index of the picture"),
+            ("from seed, epoch and", "index of the image"),
             ("uint8", "3, 224, 224"),
         ),
         Stage(
             "task",
             "collate",
-            ("256 pictures, in memory", "shared with the rank"),
+            ("256 images, in memory", "shared with the rank"),
             ("uint8", "256, 3, 224, 224"),
         ),
     ]
@@ -141,7 +141,7 @@ def draw_imagenet() -> str:
         Stage(
             "gpu",
             "model",
-            ("in bfloat16, where", "autocast allows it"),
+            ("bfloat16, if the GPU", "computes it itself"),
             ("logits", "256, 1000"),
         ),
     ]

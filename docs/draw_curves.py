@@ -25,7 +25,7 @@ LEFT, RIGHT, HEIGHT, TOPS = 84, WIDTH - 40, 190, (92, 366)
 LOG = Path(__file__).with_name("curves.out")
 PICTURES = {
     "curves.svg": lambda: draw(
-        LOG.read_text(encoding="utf-8"), "A ShuffleNet on CIFAR-10's pictures"
+        LOG.read_text(encoding="utf-8"), "A ShuffleNet on CIFAR-10's images"
     )
 }
 

@@ -16,9 +16,7 @@ EXAMPLES = {
     "single_gpu": "single_gpu: one process, with one GPU",
     "multi_gpu": "multi_gpu: a process for each GPU of a node",
     "multi_node": "multi_node: a process for each GPU of several nodes",
-    "imagenet": (
-        "imagenet: workers that read pictures, and checkpoints on a shared disk"
-    ),
+    "imagenet": "imagenet: workers that read images, and checkpoints on a shared disk",
 }
 HOSTS = ("gpu01", "gpu02")
 
@@ -36,7 +34,7 @@ def main() -> None:
 def draw_example(example: str) -> str:
     """Return the picture of an example as SVG."""
     job = (ROOT / example / "job.sh").read_text(encoding="utf-8")
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", job, re.M))
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)(?: +#.*)?$", job, re.M))
     nodes, tasks, gpus = (
         int(options[name]) for name in ("nodes", "ntasks-per-node", "gpus-per-node")
     )

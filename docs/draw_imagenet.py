@@ -44,7 +44,7 @@ def picture(height: int, title: str, *shapes: str, width: int = WIDTH) -> str:
 
 
 def draw_staging() -> str:
-    """Shared disk, the nodes' disks, and the workers that read the pictures."""
+    """Shared disk, the nodes' disks, and the workers that read the images."""
     top, height, step = 60, 216, 232
     center = top + height + (step - height) / 2
     shapes = [
@@ -75,7 +75,7 @@ def draw_staging() -> str:
 def draw_staged_node(host: str, y: int) -> list[str]:
     """Return a node: its disk with an archive and its index, and its workers."""
     bar_x, bar_y, pieces = 318, y + 62, (34, 18, 46, 24, 38, 28, 20, 52, 30, 32)
-    read = 3  # the picture that a worker wants
+    read = 3  # the image that a worker wants
     row_y = bar_y + 86
     piece_x = [bar_x + sum(pieces[:i]) for i in range(len(pieces))]
     target = piece_x[read] + pieces[read] / 2
@@ -91,7 +91,7 @@ def draw_staged_node(host: str, y: int) -> list[str]:
             '<tspan class="name">DATA_DIR</tspan>',
         ),
         text("small name", bar_x, bar_y - 7, "train.tar"),
-        text("small right", 640, bar_y - 7, "as it was, picture after picture"),
+        text("small right", 640, bar_y - 7, "as it was, image after image"),
     ]
     shapes += [
         path(
@@ -113,7 +113,7 @@ def draw_staged_node(host: str, y: int) -> list[str]:
         ),
         box("task", 690, y + 12, 230, 192),
         text("center", 805, y + 36, "a rank's 8 workers:"),
-        text("small center", 805, y + 62, "look up the picture's offset and size,"),
+        text("small center", 805, y + 62, "look up the image's offset and size,"),
         text("small center", 805, y + 82, "read those bytes of the archive,"),
         text("small center", 805, y + 102, "decode, crop, resize, flip"),
         box("gpu", 706, y + 152, 198, 36),
