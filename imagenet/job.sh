@@ -25,7 +25,7 @@ forget_other_jobs() {
     export SLURM_EXPORT_ENV=ALL
 }
 set -euo pipefail
-echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date), requeued ${SLURM_RESTART_COUNT:-0} times"
+echo "Job ${SLURM_JOB_ID:?use sbatch} on $SLURM_JOB_NODELIST, $(date), requeued ${SLURM_RESTART_COUNT:-0} times"
 forget_other_jobs
 
 # A shell acts on a signal when its command is over, unless that runs in the background.
@@ -119,9 +119,8 @@ staged=yes
 
 # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give the job --cpus-per-task}
-export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-# A crash prints where Python was.
-export PYTHONFAULTHANDLER=1
+# PYTHONFAULTHANDLER: a crash prints where Python was.
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK PYTHONFAULTHANDLER=1
 # INFO, for either, tells more when ranks cannot meet.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 # PyTorch 2.15's new way to NCCL lets backward() wait for each all-reduce.

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -25,8 +26,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision import models
 from tqdm import tqdm
-
-logger = logging.getLogger("main")
 
 
 def parse_args() -> argparse.Namespace:
@@ -151,10 +150,10 @@ def main() -> None:
     check_task()
     set_ranks()
     setup_logging()
-    logger.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
+    logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
     device = setup_distributed(args.timeout)
     if device.type == "cpu":
-        logger.warning("warning: no GPU found, training on the CPU")
+        logging.warning("warning: no GPU found, training on the CPU")
         if args.sync_batchnorm:
             fail("--sync-batchnorm needs GPUs: leave it out", together=True)
 
@@ -168,7 +167,7 @@ def main() -> None:
         global_batch_size = saved["global_batch_size"]
     steps = count_steps(len(train_set), global_batch_size, world_size)
     share = f"{world_size} x {global_batch_size / world_size:.4g}"
-    logger.info(
+    logging.info(
         f"World size {world_size}: {steps} steps an epoch, "
         f"{share} samples each, of {len(train_set)}; "
         f"{len(valid_set)} to validate; "
@@ -208,7 +207,7 @@ def main() -> None:
         requeues = checkpoint.requeues_to_go(
             (args.epochs - run.epoch) * len(train_set), rate
         )
-        logger.info(
+        logging.info(
             f"Epoch {run.epoch}: "
             f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
@@ -228,7 +227,7 @@ def main() -> None:
         run.start_epoch(run.epoch + 1)
     checkpoints.finish()
     sha256 = checkpoint.digest(model.state_dict())
-    logger.info(f"Weights SHA-256 {sha256}, commit {checkpoint.commit()}")
+    logging.info(f"Weights SHA-256 {sha256}, commit {checkpoint.commit()}")
     monitor.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -255,7 +254,7 @@ def setup_distributed(timeout: int) -> torch.device:
         environ["MASTER_ADDR"] = find_first_node()
     job = int(environ.get("SLURM_JOB_ID", "0"))  # port 0 is any free one
     environ.setdefault("MASTER_PORT", str(10000 + job % 20000 if job else 0))
-    device = find_device(int(environ["LOCAL_RANK"]))
+    device = find_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         check_port()
@@ -280,23 +279,27 @@ def find_first_node() -> str:
     return subprocess.check_output(command, text=True).split()[0]
 
 
-def find_device(local_rank: int) -> torch.device:
+def find_device() -> torch.device:
     """Return the GPU of this process, or the CPU where there is none."""
-    visible = torch.cuda.device_count()
-    gpus = int(environ.get("SLURM_GPUS_ON_NODE", visible))
+    local_rank = int(environ["LOCAL_RANK"])
+    gpus = visible = torch.cuda.device_count()
+    # --gpus-per-task shows a task its own GPU only. Slurm counts those of the node.
+    one_only = "," not in environ.get("CUDA_VISIBLE_DEVICES", ",")
+    if one_only or visible == 0:
+        gpus = int(environ.get("SLURM_GPUS_ON_NODE", visible))
     if 0 < gpus <= local_rank:
         fail(
             f"local rank {local_rank} on {socket.gethostname()} has no GPU to itself: "
             f"there are {gpus}; ask for more --gpus-per-node, or for fewer tasks"
         )
-    if gpus > 1 and "," not in environ.get("CUDA_VISIBLE_DEVICES", ","):
-        logger.warning(
+    if one_only and gpus > 1:
+        logging.warning(
             "warning: a task sees only one GPU of its node, and NCCL cannot use the "
             "direct way between them: ask for --gpus-per-node, not --gpus-per-task"
         )
     if visible == 0:
         return torch.device("cpu", 0)
-    device = torch.device("cuda", local_rank % visible)
+    device = torch.device("cuda", 0 if one_only else local_rank)
     torch.cuda.set_device(device)
     return device
 
@@ -304,8 +307,9 @@ def find_device(local_rank: int) -> torch.device:
 def check_port() -> None:
     """Raise OSError if rank 0 cannot listen. c10d takes minutes and pages for it."""
     if environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in environ:
-        host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
-        family, *_, address = socket.getaddrinfo(host, port)[0]
+        family, *_, address = socket.getaddrinfo(
+            environ["MASTER_ADDR"], environ["MASTER_PORT"]
+        )[0]
         socket.create_server(address, family=family).close()
 
 
@@ -396,7 +400,7 @@ def agree(
         checkpoints.save(run.state_dict())
     if stop:
         checkpoints.finish()
-        logger.info(
+        logging.info(
             f"Asked to stop: saved step {run.step} of epoch {run.epoch}, "
             "to go on from there"
         )
@@ -522,28 +526,24 @@ def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
 
 
 def progress(epoch: int, steps: int) -> tqdm:
-    """Return the progress bar of an epoch, for people who watch and not for a file."""
-    hidden = None  # tqdm then looks for a terminal
-    # srun's tasks have none. In a job of salloc somebody watches them all the same.
-    if "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH":
-        hidden = False
-    if dist.get_rank() != 0:
-        hidden = True
-    return tqdm(
-        total=steps,
-        desc=f"Epoch {epoch}",
-        unit="step",
-        mininterval=1,  # seconds
-        leave=False,
-        disable=hidden,
-    )
+    """Return the progress bar of an epoch. No job's file gets any of it."""
+    options = {"mininterval": 1, "disable": None}  # seconds; None: without a terminal
+    # srun's tasks have no terminal. Under salloc people watch them: `show` tells them.
+    in_salloc = "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH"
+    if in_salloc and not sys.stderr.isatty():
+        options = {"mininterval": 10, "file": open(os.devnull, "w")}
+    if environ["RANK"] != "0":
+        options = {"disable": True}
+    return tqdm(total=steps, desc=f"Epoch {epoch}", leave=False, **options)
 
 
 def show(bar: tqdm, metrics: Tensor) -> None:
-    """Move the bar on by a step. Read the loss only when the bar is drawn anew."""
+    """Move the bar on by a step. Read the loss only when the bar is drawn."""
     if bar.update():
         loss, _, samples = metrics.tolist()
         bar.set_postfix(loss=f"{loss / samples:.3f}")
+        if not bar.fp.isatty():
+            logging.info(bar)  # a line: srun passes on whole lines only
 
 
 def setup_logging() -> None:

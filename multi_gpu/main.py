@@ -19,8 +19,6 @@ from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
 from tqdm import tqdm
 
-logger = logging.getLogger("main")
-
 
 def parse_args() -> argparse.Namespace:
     def at_least(minimum):
@@ -38,7 +36,7 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
-    data_dir = os.path.join(environ.get("SLURM_TMPDIR", "."), "data")
+    data_dir = f"{environ.get('SLURM_TMPDIR', '.')}/data"
     add = parser.add_argument
     add("--data-dir", default=data_dir, help="has CIFAR-10, or gets it")
     add("--synthetic", action="store_true", help="made-up images, two short epochs")
@@ -63,18 +61,18 @@ def main() -> None:
     check_task()
     set_ranks()
     setup_logging()
-    logger.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
+    logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
     if not args.synthetic:
         download_cifar10(args.data_dir)
     device = setup_distributed()
     if device.type == "cpu":
-        logger.warning("warning: no GPU found, training on the CPU")
+        logging.warning("warning: no GPU found, training on the CPU")
 
     train_set, valid_set, test_set = load_data(args, device)
     world_size = dist.get_world_size()
     global_batch_size = world_size * args.batch_size
     steps = count_steps(len(train_set), global_batch_size, world_size)
-    logger.info(
+    logging.info(
         f"World size {world_size}: {steps} steps an epoch, "
         f"{world_size} x {args.batch_size} samples each, of {len(train_set)}; "
         f"{len(valid_set)} to validate, {len(test_set)} to test; "
@@ -99,7 +97,7 @@ def main() -> None:
         rate = steps * global_batch_size / (time.perf_counter() - start)
         metrics = evaluate(model, evaluation_batches(valid_set, args.batch_size))
         valid_loss, valid_accuracy = average(metrics, len(valid_set))
-        logger.info(
+        logging.info(
             f"Epoch {epoch}: "
             f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
@@ -107,8 +105,7 @@ def main() -> None:
         )
     metrics = evaluate(model, evaluation_batches(test_set, args.batch_size))
     test_loss, test_accuracy = average(metrics, len(test_set))
-    logger.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
-    dist.barrier()
+    logging.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
     dist.destroy_process_group()
 
 
@@ -134,7 +131,7 @@ def setup_distributed() -> torch.device:
     environ.setdefault("MASTER_ADDR", "127.0.0.1")
     job = int(environ.get("SLURM_JOB_ID", "0"))  # port 0 is any free one
     environ.setdefault("MASTER_PORT", str(10000 + job % 20000 if job else 0))
-    device = find_device(int(environ["LOCAL_RANK"]))
+    device = find_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         check_port()
@@ -150,23 +147,27 @@ def setup_distributed() -> torch.device:
     return device
 
 
-def find_device(local_rank: int) -> torch.device:
+def find_device() -> torch.device:
     """Return the GPU of this process, or the CPU where there is none."""
-    visible = torch.cuda.device_count()
-    gpus = int(environ.get("SLURM_GPUS_ON_NODE", visible))
+    local_rank = int(environ["LOCAL_RANK"])
+    gpus = visible = torch.cuda.device_count()
+    # --gpus-per-task shows a task its own GPU only. Slurm counts those of the node.
+    one_only = "," not in environ.get("CUDA_VISIBLE_DEVICES", ",")
+    if one_only or visible == 0:
+        gpus = int(environ.get("SLURM_GPUS_ON_NODE", visible))
     if 0 < gpus <= local_rank:
         fail(
             f"local rank {local_rank} on {socket.gethostname()} has no GPU to itself: "
             f"there are {gpus}; ask for more --gpus-per-node, or for fewer tasks"
         )
-    if gpus > 1 and "," not in environ.get("CUDA_VISIBLE_DEVICES", ","):
-        logger.warning(
+    if one_only and gpus > 1:
+        logging.warning(
             "warning: a task sees only one GPU of its node, and NCCL cannot use the "
             "direct way between them: ask for --gpus-per-node, not --gpus-per-task"
         )
     if visible == 0:
         return torch.device("cpu", 0)
-    device = torch.device("cuda", local_rank % visible)
+    device = torch.device("cuda", 0 if one_only else local_rank)
     torch.cuda.set_device(device)
     return device
 
@@ -174,8 +175,9 @@ def find_device(local_rank: int) -> torch.device:
 def check_port() -> None:
     """Raise OSError if rank 0 cannot listen. c10d takes minutes and pages for it."""
     if environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in environ:
-        host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
-        family, *_, address = socket.getaddrinfo(host, port)[0]
+        family, *_, address = socket.getaddrinfo(
+            environ["MASTER_ADDR"], environ["MASTER_PORT"]
+        )[0]
         socket.create_server(address, family=family).close()
 
 
@@ -285,28 +287,24 @@ def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
 
 
 def progress(epoch: int, steps: int) -> tqdm:
-    """Return the progress bar of an epoch, for people who watch and not for a file."""
-    hidden = None  # tqdm then looks for a terminal
-    # srun's tasks have none. In a job of salloc somebody watches them all the same.
-    if "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH":
-        hidden = False
-    if dist.get_rank() != 0:
-        hidden = True
-    return tqdm(
-        total=steps,
-        desc=f"Epoch {epoch}",
-        unit="step",
-        mininterval=1,  # seconds
-        leave=False,
-        disable=hidden,
-    )
+    """Return the progress bar of an epoch. No job's file gets any of it."""
+    options = {"mininterval": 1, "disable": None}  # seconds; None: without a terminal
+    # srun's tasks have no terminal. Under salloc people watch them: `show` tells them.
+    in_salloc = "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH"
+    if in_salloc and not sys.stderr.isatty():
+        options = {"mininterval": 10, "file": open(os.devnull, "w")}
+    if environ["RANK"] != "0":
+        options = {"disable": True}
+    return tqdm(total=steps, desc=f"Epoch {epoch}", leave=False, **options)
 
 
 def show(bar: tqdm, metrics: Tensor) -> None:
-    """Move the bar on by a step. Read the loss only when the bar is drawn anew."""
+    """Move the bar on by a step. Read the loss only when the bar is drawn."""
     if bar.update():
         loss, _, samples = metrics.tolist()
         bar.set_postfix(loss=f"{loss / samples:.3f}")
+        if not bar.fp.isatty():
+            logging.info(bar)  # a line: srun passes on whole lines only
 
 
 def setup_logging() -> None:
@@ -319,8 +317,7 @@ def setup_logging() -> None:
 
 def fail(message: str) -> None:
     """End this process with one line that says why."""
-    sys.stderr.write(f"main.py: error: {message}\n")  # whole: others may write there
-    sys.exit(1)
+    sys.exit(f"main.py: error: {message}")
 
 
 # The data: all of CIFAR-10, in the memory of the device.
@@ -337,14 +334,14 @@ class Split:
         return len(self.labels)
 
 
-def load_data(args: argparse.Namespace, device: torch.device) -> list[Split]:
+def load_data(args: argparse.Namespace, device: torch.device):
     """Return the training, validation and test sets on `device`."""
     tensors = draw_synthetic() if args.synthetic else read_cifar10(args.data_dir)
     images, labels, *test = (tensor.to(device) for tensor in tensors)
     # The images come in a random order: the last tenth is held out for validation.
     valid = len(labels) // 10
     train_set = Split(view_crops(images[:-valid]), labels[:-valid])
-    return [train_set, Split(images[-valid:], labels[-valid:]), Split(*test)]
+    return train_set, Split(images[-valid:], labels[-valid:]), Split(*test)
 
 
 def download_cifar10(data_dir: str) -> None:
@@ -375,7 +372,7 @@ def read_cifar10(data_dir: str) -> list[Tensor]:
 def draw_synthetic() -> list[Tensor]:
     """Draw images and labels, as `read_cifar10`: a colour a class, hidden in noise."""
     torch.manual_seed(0)
-    labels = torch.randint(10, (1152 + 256,))
+    labels = torch.randint(10, (1408,))
     colors = torch.randint(64, 192, (10, 3, 1, 1))
     noise = 48 * torch.randn(len(labels), 3, 32, 32)
     images = (colors[labels] + noise).clamp(0, 255).byte()
@@ -395,9 +392,10 @@ def view_crops(images: Tensor) -> Tensor:
 
 def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int):
     """Yield an epoch's batches, augmented: (batch, 3, 32, 32) images and labels."""
-    device = data.labels.device
     draws = draw_epoch(len(data), seed, epoch)
-    order, top, left, flip = (torch.from_numpy(draw).to(device) for draw in draws)
+    order, top, left, flip = (
+        torch.from_numpy(draw).to(data.labels.device) for draw in draws
+    )
     steps = len(data) // global_batch_size
     batches = order[: steps * global_batch_size].view(steps, global_batch_size)
     batches = batches[:, dist.get_rank() :: dist.get_world_size()]  # this rank's share

@@ -21,7 +21,13 @@ forget_other_jobs() {
     export SLURM_EXPORT_ENV=ALL
 }
 set -euo pipefail
-echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date)"
+fail() {
+    echo "job.sh: error: $*" >&2
+    # Or srun says that a task has failed before it passes on why.
+    sleep 1
+    exit 1
+}
+echo "Job ${SLURM_JOB_ID:?use sbatch} on $SLURM_JOB_NODELIST, $(date)"
 forget_other_jobs
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
@@ -35,14 +41,10 @@ stage() {
     # mkdir fails where another user has made that folder.
     [[ $SLURM_TMPDIR != /tmp/slurm-job-* ]] || mkdir "$SLURM_TMPDIR"
     mkdir -p "$SLURM_TMPDIR/data"
-    if [ -n "$CIFAR10_ARCHIVE" ] && ! tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data"; then
-        echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2
-        # Or srun says that a task has failed before it passes on why.
-        sleep 1
-        exit 1
-    fi
+    [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data" ||
+        fail "cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)"
 }
-export -f stage
+export -f fail stage
 on_each_node bash -euc stage
 
 # The ranks meet at rank 0. Jobs may share a node: the port follows the job.
@@ -54,9 +56,8 @@ export MASTER_ADDR MASTER_PORT
 uv sync --locked --inexact --quiet
 # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give the job --cpus-per-task}
-export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-# A crash prints where Python was.
-export PYTHONFAULTHANDLER=1
+# PYTHONFAULTHANDLER: a crash prints where Python was.
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK PYTHONFAULTHANDLER=1
 # INFO, for either, tells more when ranks cannot meet.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 # PyTorch 2.15's new way to NCCL lets backward() wait for each all-reduce.

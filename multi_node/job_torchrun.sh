@@ -21,7 +21,13 @@ forget_other_jobs() {
     export SLURM_EXPORT_ENV=ALL
 }
 set -euo pipefail
-echo "Job ${SLURM_JOB_ID:?start this with sbatch} on $SLURM_JOB_NODELIST, $(date)"
+fail() {
+    echo "job.sh: error: $*" >&2
+    # Or srun says that a task has failed before it passes on why.
+    sleep 1
+    exit 1
+}
+echo "Job ${SLURM_JOB_ID:?use sbatch} on $SLURM_JOB_NODELIST, $(date)"
 forget_other_jobs
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
@@ -35,14 +41,10 @@ stage() {
     # mkdir fails where another user has made that folder.
     [[ $SLURM_TMPDIR != /tmp/slurm-job-* ]] || mkdir "$SLURM_TMPDIR"
     mkdir -p "$SLURM_TMPDIR/data"
-    if [ -n "$CIFAR10_ARCHIVE" ] && ! tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data"; then
-        echo "job.sh: error: cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)" >&2
-        # Or srun says that a task has failed before it passes on why.
-        sleep 1
-        exit 1
-    fi
+    [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data" ||
+        fail "cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE on $(hostname)"
 }
-export -f stage
+export -f fail stage
 on_each_node bash -euc stage
 
 # The ranks meet at rank 0. Jobs may share a node: the port follows the job.
@@ -52,7 +54,7 @@ export MASTER_ADDR MASTER_PORT
 
 # Once, here: tasks that all do this at the same time get in each other's way.
 uv sync --locked --inexact --quiet
-# A crash prints where Python was.
+# PYTHONFAULTHANDLER: a crash prints where Python was.
 export PYTHONFAULTHANDLER=1
 # INFO, for either, tells more when ranks cannot meet.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}

@@ -18,8 +18,6 @@ from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
 from tqdm import tqdm
 
-logger = logging.getLogger("main")
-
 
 def parse_args() -> argparse.Namespace:
     def at_least(minimum):
@@ -37,7 +35,7 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
-    data_dir = os.path.join(environ.get("SLURM_TMPDIR", "."), "data")
+    data_dir = f"{environ.get('SLURM_TMPDIR', '.')}/data"
     add = parser.add_argument
     add("--data-dir", default=data_dir, help="has CIFAR-10, or gets it")
     add("--synthetic", action="store_true", help="made-up images, two short epochs")
@@ -61,16 +59,16 @@ def main() -> None:
     args = parse_args()
     check_task()
     setup_logging()
-    logger.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
+    logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
-        logger.warning("warning: no GPU found, training on the CPU")
+        logging.warning("warning: no GPU found, training on the CPU")
 
     train_set, valid_set, test_set = load_data(args, device)
     world_size = 1
     global_batch_size = world_size * args.batch_size
     steps = count_steps(len(train_set), global_batch_size, world_size)
-    logger.info(
+    logging.info(
         f"World size {world_size}: {steps} steps an epoch, "
         f"{world_size} x {args.batch_size} samples each, of {len(train_set)}; "
         f"{len(valid_set)} to validate, {len(test_set)} to test; "
@@ -92,7 +90,7 @@ def main() -> None:
         rate = steps * global_batch_size / (time.perf_counter() - start)
         metrics = evaluate(model, evaluation_batches(valid_set, args.batch_size))
         valid_loss, valid_accuracy = average(metrics, len(valid_set))
-        logger.info(
+        logging.info(
             f"Epoch {epoch}: "
             f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
@@ -100,7 +98,7 @@ def main() -> None:
         )
     metrics = evaluate(model, evaluation_batches(test_set, args.batch_size))
     test_loss, test_accuracy = average(metrics, len(test_set))
-    logger.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
+    logging.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
 
 
 def check_task() -> None:
@@ -211,26 +209,22 @@ def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
 
 
 def progress(epoch: int, steps: int) -> tqdm:
-    """Return the progress bar of an epoch, for people who watch and not for a file."""
-    hidden = None  # tqdm then looks for a terminal
-    # srun's tasks have none. In a job of salloc somebody watches them all the same.
-    if "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH":
-        hidden = False
-    return tqdm(
-        total=steps,
-        desc=f"Epoch {epoch}",
-        unit="step",
-        mininterval=1,  # seconds
-        leave=False,
-        disable=hidden,
-    )
+    """Return the progress bar of an epoch. No job's file gets any of it."""
+    options = {"mininterval": 1, "disable": None}  # seconds; None: without a terminal
+    # srun's tasks have no terminal. Under salloc people watch them: `show` tells them.
+    in_salloc = "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH"
+    if in_salloc and not sys.stderr.isatty():
+        options = {"mininterval": 10, "file": open(os.devnull, "w")}
+    return tqdm(total=steps, desc=f"Epoch {epoch}", leave=False, **options)
 
 
 def show(bar: tqdm, metrics: Tensor) -> None:
-    """Move the bar on by a step. Read the loss only when the bar is drawn anew."""
+    """Move the bar on by a step. Read the loss only when the bar is drawn."""
     if bar.update():
         loss, _, samples = metrics.tolist()
         bar.set_postfix(loss=f"{loss / samples:.3f}")
+        if not bar.fp.isatty():
+            logging.info(bar)  # a line: srun passes on whole lines only
 
 
 def setup_logging() -> None:
@@ -243,8 +237,7 @@ def setup_logging() -> None:
 
 def fail(message: str) -> None:
     """End this process with one line that says why."""
-    sys.stderr.write(f"main.py: error: {message}\n")  # whole: others may write there
-    sys.exit(1)
+    sys.exit(f"main.py: error: {message}")
 
 
 # The data: all of CIFAR-10, in the memory of the device.
@@ -261,14 +254,14 @@ class Split:
         return len(self.labels)
 
 
-def load_data(args: argparse.Namespace, device: torch.device) -> list[Split]:
+def load_data(args: argparse.Namespace, device: torch.device):
     """Return the training, validation and test sets on `device`."""
     tensors = draw_synthetic() if args.synthetic else read_cifar10(args.data_dir)
     images, labels, *test = (tensor.to(device) for tensor in tensors)
     # The images come in a random order: the last tenth is held out for validation.
     valid = len(labels) // 10
     train_set = Split(view_crops(images[:-valid]), labels[:-valid])
-    return [train_set, Split(images[-valid:], labels[-valid:]), Split(*test)]
+    return train_set, Split(images[-valid:], labels[-valid:]), Split(*test)
 
 
 def read_cifar10(data_dir: str) -> list[Tensor]:
@@ -293,7 +286,7 @@ def read_cifar10(data_dir: str) -> list[Tensor]:
 def draw_synthetic() -> list[Tensor]:
     """Draw images and labels, as `read_cifar10`: a colour a class, hidden in noise."""
     torch.manual_seed(0)
-    labels = torch.randint(10, (1152 + 256,))
+    labels = torch.randint(10, (1408,))
     colors = torch.randint(64, 192, (10, 3, 1, 1))
     noise = 48 * torch.randn(len(labels), 3, 32, 32)
     images = (colors[labels] + noise).clamp(0, 255).byte()
@@ -313,9 +306,10 @@ def view_crops(images: Tensor) -> Tensor:
 
 def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int):
     """Yield an epoch's batches, augmented: (batch, 3, 32, 32) images and labels."""
-    device = data.labels.device
     draws = draw_epoch(len(data), seed, epoch)
-    order, top, left, flip = (torch.from_numpy(draw).to(device) for draw in draws)
+    order, top, left, flip = (
+        torch.from_numpy(draw).to(data.labels.device) for draw in draws
+    )
     steps = len(data) // global_batch_size
     batches = order[: steps * global_batch_size].view(steps, global_batch_size)
     for index in batches:

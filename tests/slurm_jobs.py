@@ -21,6 +21,7 @@ EPOCH_LINE = re.compile(
     r"valid loss \d+\.\d{3} accuracy \d+\.\d\d%, \d+ images/s$",
     re.MULTILINE,
 )
+ARGUMENTS_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\{.*\})$", re.MULTILINE)
 TEST_LINE = re.compile(r"^Test loss (\d+\.\d{3}) accuracy (\d+\.\d\d)%$", re.MULTILINE)
 
 
@@ -35,23 +36,25 @@ class Result:
 
     def trained(self, world_size: int, batch_size: int, epochs: int = 1) -> None:
         """Assert that the output tells of one whole training."""
+        output = re.sub(r"[^\n]*\r", "", self.output)  # without progress bars
         assert self.exit_code == 0, self
         assert self.state in ("", "COMPLETED"), self
         steps = TRAINING // (world_size * batch_size)
         shares = f"{steps} steps an epoch, {world_size} x {batch_size} samples each"
         counts = f"of {TRAINING}; {VALIDATION} to validate, {TEST} to test"
-        assert re.findall(r"^World size .*", self.output, re.MULTILINE) == [
-            f"World size {world_size}: {shares}, {counts}"
+        assert re.findall(r"^World size .*", output, re.MULTILINE) == [
+            f"World size {world_size}: {shares}, {counts}; computing in float32"
         ], self
-        assert EPOCH_LINE.findall(self.output) == [str(i + 1) for i in range(epochs)], (
-            self
-        )
-        (test,) = TEST_LINE.findall(self.output)
+        assert EPOCH_LINE.findall(output) == [str(i + 1) for i in range(epochs)], self
+        (test,) = TEST_LINE.findall(output)
         # Padded or lost test samples would make a fraction of another number than TEST.
         assert test[1] in {
             f"{100 * correct / TEST:.2f}" for correct in range(TEST + 1)
         }, self
-        assert self.output.count("training on the CPU") == 1, self
+        assert output.count("training on the CPU") == 1, self
+        # The first line of the log tells when it began and with what.
+        (arguments,) = ARGUMENTS_LINE.findall(output)
+        assert f"'batch_size': {batch_size}, " in arguments, self
 
     def __str__(self) -> str:
         ended = f"job {self.job} {self.state}, exit code {self.exit_code}"
@@ -136,6 +139,46 @@ class Jobs:
     def log(self, job: str) -> str:
         path = self.logs / f"{job}.out"
         return path.read_bytes().decode() if path.exists() else ""
+
+    def until(self, job: str, pattern: str, timeout: float = 120) -> re.Match:
+        """Wait until a job has printed something."""
+        return self.until_found(
+            job,
+            lambda: re.search(pattern, self.log(job), re.MULTILINE),
+            pattern,
+            timeout,
+        )
+
+    def until_found(
+        self, job: str, find, what: str, timeout: float, pause: float = 0.05
+    ):
+        deadline = time.monotonic() + timeout
+        while not (found := find()):
+            state = self.show(job)["JobState"] if pause > 0.01 else ""
+            if (
+                state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT")
+                or time.monotonic() > deadline
+            ):
+                raise TimeoutError(
+                    f"job {job} is {state} without {what}:\n{self.log(job)}"
+                )
+            time.sleep(pause)
+        return found
+
+    def pid(self, node: str, text: str) -> int:
+        """Return the number on this machine of the oldest such process."""
+        init = self.cluster.namespaces(node)[2]
+        command = [
+            "pgrep",
+            "--ns",
+            init,
+            "--nslist",
+            "pid",
+            "--oldest",
+            "--full",
+            f"bin/python[^ ]* {text}",
+        ]
+        return int(self.run(command).output)
 
     def sbatch(self, folder: str, *arguments, **env: str) -> Result:
         """Run a job to its end."""
@@ -292,37 +335,12 @@ class User(Jobs):
     def train(self, *arguments, flags=TWO, **env: str) -> str:
         return self.submit("imagenet", *flags, "job.sh", *TINY, *arguments, **env)
 
-    def until(self, job: str, pattern: str, timeout: float = 120) -> re.Match:
-        """Wait until a job has printed something."""
-        return self.until_found(
-            job,
-            lambda: re.search(pattern, self.log(job), re.MULTILINE),
-            pattern,
-            timeout,
-        )
-
     def until_file(self, job: str, pattern: str, timeout: float = 120) -> None:
         """Wait until a job's checkpoint folder has such a file."""
         folder = self.checkpoints(job)
         self.until_found(
             job, lambda: list(folder.glob(pattern)), pattern, timeout, pause=0.001
         )
-
-    def until_found(
-        self, job: str, find, what: str, timeout: float, pause: float = 0.05
-    ):
-        deadline = time.monotonic() + timeout
-        while not (found := find()):
-            state = self.show(job)["JobState"] if pause > 0.01 else ""
-            if (
-                state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT")
-                or time.monotonic() > deadline
-            ):
-                raise TimeoutError(
-                    f"job {job} is {state} without {what}:\n{self.log(job)}"
-                )
-            time.sleep(pause)
-        return found
 
     def until_pending(self, job: str, process: int, number: signal.Signals) -> None:
         """Wait until a stopped process has a signal, which it takes when it goes on."""
@@ -351,21 +369,6 @@ class User(Jobs):
             f"bin/python[^ ]* {text}",
         ]
         return self.run([*self.cluster.namespaces(node), *command]).exit_code
-
-    def pid(self, node: str, text: str) -> int:
-        """Return the number on this machine of the oldest such process."""
-        init = self.cluster.namespaces(node)[2]
-        command = [
-            "pgrep",
-            "--ns",
-            init,
-            "--nslist",
-            "pid",
-            "--oldest",
-            "--full",
-            f"bin/python[^ ]* {text}",
-        ]
-        return int(self.run(command).output)
 
     def stop_in_a_save(self, job: str) -> int:
         """Stop rank 0, on node1, while it writes a checkpoint; return its number."""

@@ -13,15 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from slurm_jobs import ARGUMENTS_LINE
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = ("single_gpu", "multi_gpu", "multi_node")
 DISTRIBUTED = ("multi_gpu", "multi_node")
 
 DEFAULTS = {
-    "--data-dir": "data",
+    "--data-dir": "./data",
     "--synthetic": "False",
-    "--epochs": "20",
+    "--epochs": "35",
     "--batch-size": "256",
     "--learning-rate": "0.2",
     "--weight-decay": "0.0005",
@@ -102,6 +103,7 @@ def read_error(run: subprocess.CompletedProcess) -> str:
         line
         for line in lines
         if not line.startswith(("usage:", "warning: no GPU found"))
+        and not ARGUMENTS_LINE.match(line)
     ]
     assert len(lines) == 1, f"more or less than one line: {lines}"
     assert lines[0].startswith("main.py: error: ")
@@ -185,9 +187,8 @@ def test_batch_larger_than_the_training_set():
     for run in start_all(runs).values():
         line = read_error(run)
         assert "5000" in line
-        # Of the 2304 pictures that --synthetic draws, a tenth is for validation.
-        assert "2074" in line
-        assert "--batch-size" in line
+        # Of the 1152 images that --synthetic draws, a tenth is for validation.
+        assert "choose --batch-size 1037 or less" in line
 
 
 def test_no_data_and_no_network(tmp_path):
@@ -232,26 +233,10 @@ def change(**changes: str | None) -> dict:
 
 
 @pytest.mark.parametrize("example", DISTRIBUTED)
-def test_wrong_slurm_variables(example):
-    """Where Slurm's variables make no sense, one line says so, and no task waits."""
-    cases = {
-        "SLURM_PROCID is abc": change(SLURM_PROCID="abc"),
-        "SLURM_PROCID is missing": change(SLURM_PROCID=None),
-        "SLURM_NTASKS is four": change(SLURM_NTASKS="four"),
-        "SLURM_NTASKS is missing": change(SLURM_NTASKS=None),
-    }
-    if example == "multi_node":
-        cases["SLURM_LOCALID is missing"] = change(SLURM_LOCALID=None)
-    for said, run in start_all(
-        {said: ((example, "--synthetic"), {"env": env}) for said, env in cases.items()}
-    ).items():
-        assert said in read_error(run)
-
-
-@pytest.mark.parametrize("example", DISTRIBUTED)
 def test_started_without_srun(example):
     """In the batch script or salloc's shell, one line says to use srun."""
     cases = {
+        "no number of tasks": change(SLURM_NTASKS=None),
         "batch script": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
         "salloc's shell in a step": change(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0"),
     }

@@ -102,7 +102,7 @@ def run(
 def test_lines_fit_the_cluster(small, name):
     reshape(small, *SHAPES[name])
     text, lines = LINES[name]
-    own = r"(#SBATCH --(?:ntasks|gpus|cpus|mem)\S*\n)+"
+    own = r"(#SBATCH --(?:ntasks|gpus|cpus|mem).*\n)+"
     script, replaced = re.subn(
         own, lines, (REPOSITORY / "multi_gpu" / "job.sh").read_text()
     )

@@ -8,7 +8,6 @@ import subprocess
 import time
 
 import pytest
-from slurm_jobs import every_case
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SMALL = ["--cpus-per-task=1", "--mem=1G"]
@@ -61,10 +60,7 @@ def test_truncated_archive(jobs, archive, tmp_path, folder, nodes):
     cut.write_bytes(archive.read_bytes()[:20000])
     result = jobs.sbatch(folder, *SMALL, "job.sh", CIFAR10_ARCHIVE=str(cut))
     for node in nodes:
-        message = (
-            rf"^job.sh: error: cannot unpack CIFAR10_ARCHIVE={cut} on {node}: "
-            r"is it whole\?$"
-        )
+        message = rf"^job.sh: error: cannot unpack CIFAR10_ARCHIVE={cut} on {node}$"
         assert_failed(result, message, times=1, node=node)
     assert "World size" not in result.output
 
@@ -95,8 +91,16 @@ def test_more_tasks_than_gpus(jobs):
     result = jobs.sbatch("multi_node", *flags, "job.sh", *SYNTHETIC)
     assert_failed(
         result,
-        "^main.py: error: rank 2 of node1 has no GPU to itself: .*--gpus-per-node",
+        "^main.py: error: local rank 2 on node1 has no GPU to itself: "
+        "there are 2; ask for more --gpus-per-node, or for fewer tasks$",
     )
+
+
+ONE_NODE = "^main.py: error: this example is for one node: for several, use multi_node$"
+ONE_TASK = (
+    "^main.py: error: this example is a single process: "
+    "start one task, or use multi_gpu$"
+)
 
 
 @pytest.mark.parametrize("folder", ["single_gpu", "multi_gpu"])
@@ -104,9 +108,7 @@ def test_two_nodes(jobs, folder):
     """The second node would train the same, or look for the first one."""
     flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
     result = jobs.sbatch(folder, *flags, "job.sh", *SYNTHETIC)
-    assert_failed(
-        result, "^job.sh: error: this example is for one node: use multi_node$", times=1
-    )
+    assert_failed(result, "^job.sh: error: several nodes: use multi_node$", times=1)
 
 
 def test_multi_gpu_on_two_nodes_of_salloc(jobs):
@@ -116,7 +118,7 @@ def test_multi_gpu_on_two_nodes_of_salloc(jobs):
     result = jobs.run(["salloc", *flags, *command], "multi_gpu", timeout=60)
     assert_failed(
         result,
-        "^main.py: error: this example is for the GPUs of one node: .* use multi_node$",
+        ONE_NODE,
     )
 
 
@@ -124,11 +126,7 @@ def test_single_gpu_as_several_tasks(jobs):
     """Each would train the same."""
     flags = [*SMALL, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2"]
     result = jobs.sbatch("single_gpu", *flags, "job.sh", *SYNTHETIC)
-    line = (
-        "^main.py: error: this example is a single process: "
-        "start it as one task, or use multi_gpu$"
-    )
-    assert_failed(result, line)
+    assert_failed(result, ONE_TASK)
     assert "Epoch" not in result.output, result
 
 
@@ -159,37 +157,10 @@ def test_wrong_interface(jobs):
     )
     assert_failed(
         result,
-        "^main.py: error: rank . of 2 on node1, with no GPU, "
+        r"^main.py: error: rank . of 2 on node1 \(cpu:0\) cannot join the others "
         ".*Unable to find address for: eth7",
     )
     assert "Traceback" not in result.output, result
-
-
-@pytest.mark.parametrize(
-    "folder, script",
-    [
-        ("multi_gpu", "job.sh"),
-        ("multi_node", "job.sh"),
-        ("multi_node", "job_torchrun.sh"),
-    ],
-)
-def test_gpus_per_task(jobs, folder, script):
-    """NCCL could not use the GPUs that --gpus-per-task hides from one another."""
-    flags = [
-        *SMALL,
-        "--nodes=1",
-        "--ntasks-per-node=2",
-        "--gpus-per-node=2",
-        "--gpus-per-task=1",
-    ]
-    result = jobs.sbatch(folder, *flags, script, *SYNTHETIC)
-    # Each rank says so, unless the end of the other one was faster.
-    says = (
-        "main.py: error: rank ([01]) of node1 has no GPU to itself: "
-        ".*--gpus-per-node, no --gpus-per-task"
-    )
-    assert_failed(result, says)
-    assert len(ranks := re.findall(says, result.output)) == len(set(ranks)), result
 
 
 def test_global_batch_larger_than_the_training_set(jobs):
@@ -199,7 +170,8 @@ def test_global_batch_larger_than_the_training_set(jobs):
     )
     assert_failed(
         result,
-        "^main.py: error: a step takes 128 samples and there are only 108 to train on",
+        "^main.py: error: a step takes 128 samples and there are only 108 to train on: "
+        "choose --batch-size 54 or less$",
     )
 
 
@@ -228,8 +200,8 @@ def test_port_taken(jobs):
         )
         assert_failed(
             result,
-            "^main.py: error: rank 0 of 2 on node1, "
-            ".* MASTER_ADDR=node1, MASTER_PORT=23456, .*in use",
+            r"^main.py: error: rank 0 of 2 on node1 \(cpu:0\) cannot join the others "
+            "at MASTER_ADDR=node1, MASTER_PORT=23456, .*in use",
         )
         assert time.monotonic() - start < 60
     finally:
@@ -267,11 +239,7 @@ def test_nobody_at_master_addr(jobs):
     assert time.monotonic() - start < 60
 
 
-NEVER_COMES = every_case(("imagenet", ["--timeout=20"], 110), ("multi_node", [], 330))
-
-
-@pytest.mark.parametrize("folder, options, seconds", NEVER_COMES)
-def test_rank_0_never_comes(jobs, folder, options, seconds):
+def test_rank_0_never_comes(jobs):
     """The others give up and say where they looked.
 
     c10d tries for as long as the timeout, twice.
@@ -293,16 +261,16 @@ def test_rank_0_never_comes(jobs, folder, options, seconds):
         script,
         "main.py",
         *SYNTHETIC,
-        *options,
+        "--timeout=20",
     ]
-    result = jobs.run(command, folder, timeout=400)
+    result = jobs.run(command, "imagenet", timeout=400)
     assert result.exit_code != 0
     assert re.search(
         "^main.py: error: rank 1 .* cannot join the others at MASTER_ADDR=node2,",
         result.output,
         re.M,
     )
-    assert time.monotonic() - start < seconds
+    assert time.monotonic() - start < 110
 
 
 def test_a_rank_dies(jobs):

@@ -18,7 +18,7 @@ SHAPE = [
     "--mem=4G",
 ]
 PAGE = (REPOSITORY / "docs" / "interactive.rst").read_text()
-LOOP = "    for index in progress("
+LOOP = "    for images, labels in batches:\n"
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_debugger(jobs, archive, rank, flags):
     folder.mkdir()
     text = (jobs.clone / "multi_node" / "main.py").read_text()
     stop = f"    if dist.get_rank() == {rank}:\n        breakpoint()\n"
-    assert text.count(LOOP) == 1
-    (folder / "main.py").write_text(text.replace(LOOP, stop + LOOP))
+    assert text.index(LOOP) > text.index("\ndef train(")
+    (folder / "main.py").write_text(text.replace(LOOP, stop + LOOP, 1))
     (folder / "data").symlink_to(archive.parent)
     train = [
         "uv",
@@ -62,7 +62,7 @@ def test_debugger(jobs, archive, rank, flags):
     ) as process:
         where = read_until(process.stdout, b"(Pdb) ")
         assert re.search(r"main\.py\(\d+\)train\(\)", PAGE)[0] in where, where
-        process.stdin.write(b"p 'rank', dist.get_rank(), len(batches)\n")
+        process.stdin.write(b"p 'rank', dist.get_rank(), bar.total\n")
         assert f"('rank', {rank}, 13)" in read_until(process.stdout, b"(Pdb) ")
         process.stdin.write(b"continue\n")
         output = read_until(process.stdout, b"Test loss")

@@ -3,11 +3,18 @@
 What ran, on how many ranks, and what it left behind.
 """
 
+import contextlib
+import http.server
+import queue
 import re
 import shlex
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from slurm_jobs import TINY, TWO
+from slurm_jobs import ARGUMENTS_LINE, TEST_LINE, TINY, TWO
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SMALL = ["--cpus-per-task=1", "--mem=1G"]
@@ -82,6 +89,61 @@ def test_salloc_and_srun(jobs, archive, folder, flags, srun, world_size):
     result.trained(world_size, batch_size=4)
 
 
+ONE_GPU_ONLY = "warning: a task sees only one GPU of its node, and NCCL cannot use"
+BY_TASK = ["--gpus-per-node=2", "--gpus-per-task=1", "--ntasks-per-node=2"]
+# imagenet, without archives.
+SYNTHETIC = ["--synthetic", "--limit-train-samples=64", "--limit-valid-samples=8"]
+SYNTHETIC += ["--model=dummy", "--image-size=32", "--workers=1"]
+
+
+@pytest.mark.parametrize(
+    "folder, script, world_size",
+    [
+        ("single_gpu", "job.sh", 1),
+        ("multi_gpu", "job.sh", 2),
+        ("multi_node", "job.sh", 4),
+        ("multi_node", "job_torchrun.sh", 4),
+        ("imagenet", "job.sh", 4),
+    ],
+)
+def test_sbatch_gpus_per_task(jobs, folder, script, world_size):
+    """job.sh lets every task see all GPUs of its node: NCCL uses them directly."""
+    flags = [*SMALL, "--gpus-per-task=1"] if world_size == 1 else [*SMALL, *BY_TASK]
+    more = SYNTHETIC if folder == "imagenet" else []
+    result = jobs.sbatch(folder, *flags, script, *ONE_EPOCH, *more, IMAGENET_DIR="")
+    result.output = without_labels(result.output)
+    if folder != "imagenet":
+        result.trained(world_size, batch_size=4)
+    assert result.state == "COMPLETED", result
+    assert f"World size {world_size}: " in result.output, result
+    assert ONE_GPU_ONLY not in result.output, result
+
+
+@pytest.mark.parametrize(
+    "folder, flags, world_size",
+    [
+        ("single_gpu", ["--ntasks=1"], 1),
+        ("multi_gpu", ["--nodes=1", "--ntasks=2"], 2),
+        ("multi_node", ["--nodes=1-2", "--ntasks=4", "--tmp=0"], 4),
+        ("imagenet", ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"], 4),
+    ],
+)
+def test_salloc_gpus_per_task(jobs, archive, folder, flags, world_size, tmp_path):
+    """A task takes the only GPU that it sees, and rank 0 tells what that costs."""
+    command = ["srun", "uv", "run", "python", "main.py", *ONE_EPOCH]
+    if folder == "imagenet":
+        command += [*SYNTHETIC, "--checkpoint-dir", tmp_path / "run"]
+    else:
+        command += ["--data-dir", archive.parent]
+    salloc = ["salloc", *SMALL, *flags, "--gpus-per-task=1"]
+    result = jobs.run([*salloc, *command], folder, OMP_NUM_THREADS="1")
+    if folder != "imagenet":
+        result.trained(world_size, batch_size=4)
+    assert result.exit_code == 0, result
+    assert f"World size {world_size}: " in result.output, result
+    assert result.output.count(ONE_GPU_ONLY) == (world_size > 1), result
+
+
 def test_compile(jobs, tmp_path):
     """A compiled model under DDP trains, too; on a CPU this needs a C++ compiler."""
     flags = [*SMALL, "--ntasks-per-node=2", "--gpus-per-node=2"]
@@ -125,53 +187,43 @@ def test_variables_by_sbatch_export(jobs, archive):
     result.trained(2, batch_size=4)
 
 
+# How the shell that calls sbatch comes to be in another job, and what it has of it.
+SHELLS = {
+    "a task": (
+        "salloc --nodes=1 --cpus-per-task=2 --mem-per-cpu=100 --gpus=1 "
+        "srun --cpu-bind=cores",
+        "$SLURM_CPU_BIND == *mask_cpu:* && $SLURM_MEM_PER_CPU && $SLURM_GPUS",
+    ),
+    "salloc's shell": (
+        "salloc --ntasks=1 --gpus-per-task=1",
+        "${SLURM_GPUS_PER_TASK:-}${SLURM_TRES_BIND:-}",
+    ),
+    "a task of an array": ("sbatch --wait --array=3", "$SLURM_ARRAY_TASK_ID == 3"),
+}
+
+
 @pytest.mark.parametrize(
     "folder, last_line", [("multi_node", "Test loss"), ("imagenet", "Weights SHA-256")]
 )
-def test_sbatch_in_a_job(jobs, folder, last_line):
-    """The shell that calls sbatch has other memory, CPUs and GPUs.
-
-    Slurm passes its variables on.
-    """
-    terminal = [
-        "salloc",
-        "--nodes=1",
-        "--cpus-per-task=2",
-        "--mem-per-cpu=100",
-        "--gpus=1",
-    ]
-    terminal += ["srun", "--cpu-bind=cores"]
-    passed_on = "$SLURM_CPU_BIND == *mask_cpu:* && $SLURM_MEM_PER_CPU && $SLURM_GPUS"
-    inherited = [
-        "bash",
-        "-c",
-        f'[[ {passed_on} ]] && SRUN_CPUS_PER_TASK=64 exec "$@"',
-        "-",
-    ]
-    flags = [
-        *SMALL,
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "--gpus-per-node=1",
-        f"--output={jobs.logs}/%j.out",
-    ]
-    arguments = ONE_EPOCH
-    if folder == "imagenet":
-        arguments = [
-            *ONE_EPOCH,
-            "--synthetic",
-            "--limit-train-samples=64",
-            "--limit-valid-samples=8",
-        ]
-        arguments += ["--model=dummy", "--image-size=32", "--workers=1"]
-    sbatch = ["sbatch", "--parsable", *flags, "job.sh", *arguments]
-    # --synthetic takes nothing from there.
-    env = {
-        "SLURM_CPU_BIND": "",
-        "IMAGENET_DIR": "/nowhere",
-    }
-    submitted = jobs.run([*terminal, *inherited, *sbatch], folder, **env)
-    result = jobs.wait(re.search(r"^\d+$", submitted.output, re.MULTILINE)[0])
+@pytest.mark.parametrize("shell", SHELLS)
+def test_sbatch_in_a_job(jobs, folder, last_line, shell, tmp_path):
+    """Slurm passes on what the calling shell has of its own job: job.sh drops it."""
+    command, passed_on = SHELLS[shell]
+    flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    sbatch = ["sbatch", "--parsable", *flags, f"--output={jobs.logs}/%j.out", "job.sh"]
+    sbatch += [*ONE_EPOCH, *(SYNTHETIC if folder == "imagenet" else [])]
+    caller, answer = tmp_path / "caller.sh", tmp_path / "answer"
+    caller.write_text(
+        f"#!/bin/bash\n[[ {passed_on} ]] && "
+        f"SRUN_CPUS_PER_TASK=64 {shlex.join(sbatch)} > {shlex.quote(str(answer))}\n"
+    )
+    caller.chmod(0o755)
+    env = {"IMAGENET_DIR": "/nowhere"}  # --synthetic takes nothing from there
+    if shell == "a task":
+        env["SLURM_CPU_BIND"] = ""  # or it would be bound to none
+    outer = jobs.run([*command.split(), caller], folder, **env)
+    assert outer.exit_code == 0, outer
+    result = jobs.wait(answer.read_text().strip())
     assert result.state == "COMPLETED", result
     # What srun says where the controller has not yet noted
     # that the step before has ended.
@@ -182,6 +234,21 @@ def test_sbatch_in_a_job(jobs, folder, last_line):
     lines = [line for line in result.output.splitlines() if not re.match(busy, line)]
     assert lines[-1].startswith(last_line), result
     assert not [line for line in lines if "srun: " in line], result
+    # imagenet's seed is the number of its task, in an array of its own.
+    assert "'seed': 0, " in result.output, result
+
+
+def test_what_the_user_exports_wins(jobs):
+    """Whose ranks cannot meet exports NCCL_DEBUG=INFO and calls sbatch again."""
+    said = {"NCCL_DEBUG": "INFO", "TORCH_CPP_LOG_LEVEL": "INFO"}
+    flags = [*SMALL, "--nodelist=node1", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    many = ["--epochs=1000", "--batch-size=4"]
+    job = jobs.submit("multi_gpu", *flags, "job.sh", *many, **said)
+    jobs.until(job, r"^Epoch 1: ")
+    path = f"/proc/{jobs.pid('node1', 'main.py')}/environ"
+    variables = dict(v.split("=", 1) for v in Path(path).read_text().split("\0") if v)
+    jobs.cancel(job)
+    assert {name: variables[name] for name in said} == said
 
 
 @pytest.mark.parametrize("folder", ["single_gpu", "imagenet"])
@@ -255,11 +322,96 @@ def test_progress_bar_in_a_terminal(jobs, archive):
     assert re.search(r"[\r\n]Test loss .*%\r\n", text), text
 
 
-def test_no_progress_bar_in_a_file(jobs):
+@contextlib.contextmanager
+def serve_slowly(path: Path, address: str):
+    """Serve a file to nodes, a byte a second, until `go` is set.
+
+    Give its URL, the requests that came, and `go`.
+    """
+    go, requests = threading.Event(), queue.Queue()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(path.stat().st_size))
+            self.end_headers()
+
+        def do_GET(self):
+            self.do_HEAD()
+            if self.headers["Method"] == "HEAD":  # torchvision looks for redirections
+                return
+            requests.put(self.path)
+            with path.open("rb") as file:
+                while not go.wait(1):
+                    self.wfile.write(file.read(1))
+                self.wfile.write(file.read())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer((address, 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://{address}:{server.server_port}/{path.name}", requests, go
+        finally:
+            go.set()
+            server.shutdown()
+
+
+@pytest.mark.parametrize("start, downloads", [("sbatch", 2), ("salloc", 1)])
+def test_slow_download(jobs, archive, tmp_path, start, downloads):
+    """It meets no timeout: nobody is in the process group yet.
+
+    A node downloads to a disk of its own; to a folder that nodes share, rank 0 does.
+    """
+    machine = re.match(r"127.*\n(\S+)", (jobs.cluster.state / "hosts").read_text())[1]
+    flags = [*SMALL, "--nodelist=node[1-2]", "--ntasks-per-node=2"]
+    command = [*flags, "job.sh", *ONE_EPOCH]
+    if start == "salloc":
+        command = ["salloc", *flags, "srun", "uv", "run", "python", "main.py"]
+        command += [*ONE_EPOCH, "--data-dir", tmp_path / "data"]
+    run = jobs.sbatch if start == "sbatch" else jobs.run
+    arguments = (
+        ["multi_node", *command] if start == "sbatch" else [command, "multi_node"]
+    )
+    with (
+        serve_slowly(archive, machine) as (url, requests, go),
+        ThreadPoolExecutor() as pool,
+    ):
+        env = {"CIFAR10_ARCHIVE": "", "CIFAR10_URL": url, "MASTER_PORT": "23457"}
+        training = pool.submit(run, *arguments, **env)
+        for _ in range(downloads):
+            requests.get(timeout=120)
+        # Rank 0 listens there from the moment when it joins.
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((jobs.cluster.address("node1"), 23457))
+        go.set()
+        training.result().trained(4, batch_size=4)
+        assert requests.empty()
+
+
+def test_job_log(jobs):
+    """A job's file has no progress bar, and nothing of what uv did not have to do."""
     result = jobs.sbatch("single_gpu", *SMALL, "job.sh", *ONE_EPOCH)
     result.trained(1, batch_size=4)
-    assert (
-        "\r" not in result.output
-        and "it/s" not in result.output
-        and "step/s" not in result.output
-    ), result
+    assert "\r" not in result.output and "step/s" not in result.output, result
+    first, second, *_ = result.output.splitlines()
+    assert first.startswith(f"Job {result.job} on node"), result
+    assert ARGUMENTS_LINE.match(second), result
+
+
+def test_synthetic_under_salloc(jobs):
+    """The first thing that people type ends far above chance, 10%.
+
+    srun's tasks have no terminal, but somebody watches: lines tell how far it is.
+    """
+    command = "srun uv run python main.py --synthetic --epochs=1 --batch-size=8"
+    salloc = ["salloc", "--ntasks=1", *SMALL, *command.split()]
+    # With a thread, an epoch takes more than ten seconds.
+    result = jobs.run(salloc, "single_gpu", OMP_NUM_THREADS="1")
+    ((_, accuracy),) = TEST_LINE.findall(result.output)
+    assert float(accuracy) >= 60, result
+    bar = r"^Epoch 1: .*?(\d+)/129 .*, loss=\d\.\d\d\d\]$"
+    shown = re.findall(bar, result.output, re.MULTILINE)
+    assert shown and len(shown) == len(set(shown)), result
+    assert "\r" not in result.output, result

@@ -645,7 +645,7 @@ def run_main(main: ModuleType, batch_size: int, port: int, *more, build=None) ->
     main.build_model = lambda: models.append((build or ExactModel)()) or models[0]
     lines, handler = [], logging.Handler()
     handler.emit = lambda log_record: lines.append(log_record.getMessage())
-    main.logger.addHandler(handler)
+    logging.getLogger().addHandler(handler)
     main.main()
     return {
         "parameters": torch.cat([p.detach().flatten() for p in models[0].parameters()]),

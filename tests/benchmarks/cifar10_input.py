@@ -18,6 +18,7 @@ from side_by_side import (
     load_example,
     print_table,
     take_turns,
+    train,
 )
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
@@ -91,7 +92,8 @@ def build_variants(example, data_dir: Path, args: argparse.Namespace) -> dict:
         return epoch
 
     def shipped() -> int:
-        example.train(network, optimizer, scheduler, train_set, args.batch_size, 0, 1)
+        epoch = (args.batch_size, 0, 1)
+        train(example, network, optimizer, scheduler, train_set, *epoch)
         return steps * args.batch_size
 
     def limit() -> int:

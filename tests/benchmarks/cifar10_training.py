@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from cifar10_input import MEAN, STD, draw
-from side_by_side import argument_parser, load_example, print_table, take_turns
+from side_by_side import argument_parser, load_example, print_table, take_turns, train
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 from torchvision import datasets, transforms
@@ -115,7 +115,7 @@ def build_variants(
         return done()
 
     def shipped() -> int:
-        example.train(model, sgd, scheduler, train_set, args.batch_size, 0, 1)
+        train(example, model, sgd, scheduler, train_set, args.batch_size, 0, 1)
         return done()
 
     def bare() -> int:

@@ -21,7 +21,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from side_by_side import FreeNetwork, argument_parser, describe_machine, load_example
+from side_by_side import (
+    FreeNetwork,
+    argument_parser,
+    describe_machine,
+    distribute,
+    load_example,
+    train,
+)
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -148,6 +155,7 @@ def launch(cluster: slurm.Cluster, ranks: int) -> dict[str, float]:
 def work(args: argparse.Namespace) -> None:
     """Be a rank: take turns with and without the network. Rank 0 prints the medians."""
     example = load_example("multi_node")
+    example.set_ranks()
     example.setup_distributed()
     torch.manual_seed(0)
     world_size = dist.get_world_size()
@@ -162,14 +170,11 @@ def work(args: argparse.Namespace) -> None:
         optimizer, scheduler = example.build_optimizer(
             model, options, global_batch_size, args.steps
         )
-        return lambda: example.train(
-            model, optimizer, scheduler, data, global_batch_size, 0, 1
-        )
+        epoch = (global_batch_size, 0, 1)
+        return lambda: train(example, model, optimizer, scheduler, data, *epoch)
 
     alone = example.build_model().to(memory_format=torch.channels_last)
-    ddp = nn.parallel.DistributedDataParallel(
-        example.build_model().to(memory_format=torch.channels_last)
-    )
+    ddp = distribute(example.build_model().to(memory_format=torch.channels_last))
     gradients = torch.zeros(sum(parameter.numel() for parameter in alone.parameters()))
 
     def all_reduce() -> None:

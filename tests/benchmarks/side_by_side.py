@@ -36,6 +36,20 @@ def load_example(folder: str):
     return module
 
 
+def train(example, model, optimizer, scheduler, data, *epoch: int) -> None:
+    """Train as the example's main() does: `epoch` is global batch, seed, number."""
+    batches = example.training_batches(data, *epoch)
+    bar = example.progress(epoch[-1], len(data) // epoch[0])
+    example.train(model, optimizer, scheduler, batches, bar)
+
+
+def distribute(model: nn.Module) -> nn.Module:
+    """Return the model in DDP, as main() makes it from multi_gpu on."""
+    ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp_model.broadcast_buffers = False
+    return ddp_model
+
+
 class FreeNetwork(nn.Module):
     """A network that costs nothing: the same logits for every picture."""
 

@@ -14,7 +14,14 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from side_by_side import argument_parser, load_example, print_table, take_turns
+from side_by_side import (
+    argument_parser,
+    distribute,
+    load_example,
+    print_table,
+    take_turns,
+    train,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -46,6 +53,7 @@ def main() -> None:
                 ).returncode
             )
     example = load_example("multi_gpu")
+    example.set_ranks()
     device = example.setup_distributed()
     steps = take_turns(build_steps(example, device, args), args.rounds)
     metrics = take_turns(build_metrics(example, device, args), args.rounds)
@@ -74,10 +82,10 @@ def build_steps(example, device: torch.device, args: argparse.Namespace) -> dict
     )
 
     def make_model() -> nn.Module:
-        model = example.build_model().to(device, memory_format=torch.channels_last)
-        return nn.parallel.DistributedDataParallel(model)
+        return example.build_model().to(device, memory_format=torch.channels_last)
 
-    usual_model, shipped_model, bare_model = (make_model() for _ in range(3))
+    usual_model = nn.parallel.DistributedDataParallel(make_model())
+    shipped_model, bare_model = (distribute(make_model()) for _ in range(2))
     adamw = torch.optim.AdamW(usual_model.parameters())
     bare_sgd = torch.optim.SGD(
         bare_model.parameters(), lr=0.0, momentum=0.9, nesterov=True, fused=True
@@ -103,7 +111,8 @@ def build_steps(example, device: torch.device, args: argparse.Namespace) -> dict
         return done(args.steps)
 
     def shipped() -> int:
-        example.train(shipped_model, sgd, scheduler, data, global_batch_size, 0, 1)
+        epoch = (global_batch_size, 0, 1)
+        train(example, shipped_model, sgd, scheduler, data, *epoch)
         return done(args.steps)
 
     def bare() -> int:
