@@ -23,6 +23,8 @@ environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # one line here is pages in 
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
 
 MEBIBYTES = 64  # that the ranks sum up, and that one rank of a node writes and reads
 GIGABYTES = MEBIBYTES * 2**20 / 1e9
@@ -103,8 +105,10 @@ def set_ranks() -> None:
 
 def look_at_gpu(local_rank: int, cpu: bool) -> dict:
     """Return the device that main.py takes, after computing on it."""
-    visible = torch.cuda.device_count()
-    gpus = int(environ.get("SLURM_GPUS_ON_NODE", visible))
+    gpus = visible = torch.cuda.device_count()
+    one_only = "," not in environ.get("CUDA_VISIBLE_DEVICES", ",")
+    if one_only or visible == 0:
+        gpus = int(environ.get("SLURM_GPUS_ON_NODE", visible))
     found = {"device": "cpu", "GPU": f"none of {gpus}"}
     if 0 < gpus <= local_rank:
         problems.append(
@@ -112,7 +116,7 @@ def look_at_gpu(local_rank: int, cpu: bool) -> dict:
             "ask for more --gpus-per-node, or for fewer tasks"
         )
         return found
-    if gpus > 1 and "," not in environ.get("CUDA_VISIBLE_DEVICES", ","):
+    if one_only and gpus > 1:
         warnings.append(
             "a task sees only one GPU of its node, and NCCL cannot use the direct "
             "way between them: ask for --gpus-per-node, not --gpus-per-task"
@@ -121,7 +125,7 @@ def look_at_gpu(local_rank: int, cpu: bool) -> dict:
         warnings.append("no GPU found: main.py would train on the CPU")
         return found
     try:
-        device = torch.device("cuda", local_rank % max(visible, 1))
+        device = torch.device("cuda", 0 if one_only else local_rank)
         torch.ones(1, device=device).item()
         free, total = torch.cuda.mem_get_info(device)
         name = torch.cuda.get_device_name(device)
@@ -327,13 +331,11 @@ def find_job_memory() -> dict[str, float]:
 
 
 def print_table(columns: list[str], rows: list[dict]) -> None:
-    lines = [columns]
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0))  # right of each column
     for row in rows:
-        lines.append([str(row.get(column, "-")) for column in columns])
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(map(str.ljust, line, widths)).rstrip())
-    print()
+        table.add_row(*(str(row.get(column, "-")) for column in columns))
+    # So wide that no name is folded: in a file, rich would take 80 columns.
+    Console(width=160, highlight=False, markup=False).print(table, "")
 
 
 def print_notes(kind: str, reports: list[dict]) -> int:

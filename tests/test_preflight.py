@@ -49,7 +49,7 @@ def rows(result, header: str) -> list[list[str]]:
     """Return the cells of the table with this header."""
     table = re.search(rf"^{header}.*\n((?:\S.*\n)+)", result.output, re.MULTILINE)
     assert table, result
-    return [re.split("  +", row) for row in table[1].splitlines()]
+    return [re.split("  +", row.rstrip()) for row in table[1].splitlines()]
 
 
 def assert_good(result, gpus: int, cpus: int, folder: str) -> None:
