@@ -3,25 +3,28 @@
 #SBATCH --ntasks-per-node=4  # processes, one a GPU
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=8
-#SBATCH --mem=64G            # of each node
-#SBATCH --time=03:00:00      # the job is ended then
+#SBATCH --mem=64G            # per node
+#SBATCH --time=03:00:00      # Slurm ends the job then
 #SBATCH --requeue            # and may be started again
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@180  # seconds before the time limit
-#SBATCH --wait-all-nodes=1   # until all of them are ready
+#SBATCH --wait-all-nodes=1   # start when all are ready
 # EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type.
-# EDIT: where the archives are. Where it is empty, train with --synthetic.
+# EDIT: the folder of the archives. If it is empty, train with --synthetic.
 export IMAGENET_DIR=${IMAGENET_DIR:-}
-# EDIT: a node's folder that your jobs share. Where it is empty, each has its own.
+# EDIT: a node's folder that your jobs share. If it is empty, each has its own.
 export DATA_DIR=${DATA_DIR:-}
 
-# sbatch passes on the variables of its shell, and srun obeys them. If that shell is in
-# another job, they are about that one. A step has all of its own job without being told.
+# sbatch copies the variables of your shell, and srun reads them as options. If that shell
+# is in another job, they do not fit here. Without them, srun uses all that this job has.
 forget_other_jobs() {
     unset "${!SRUN_@}" "${!SLURM_GPU@}" "${!SLURM_MEM_PER_@}" "${!SLURM_TRES_@}"
+    unset SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU
     [[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
     [[ ${SLURM_TMPDIR:-} != /tmp/slurm-job-* ]] || unset SLURM_TMPDIR MASTER_PORT
-    [[ $(scontrol show job "$SLURM_JOB_ID") == *ArrayJobId=* ]] || unset "${!SLURM_ARRAY_@}"
+    job=$(scontrol show job "$SLURM_JOB_ID")
+    [[ $job == *ArrayJobId=* ]] || unset "${!SLURM_ARRAY_@}"
+    # The tasks get this script's variables, also after sbatch --export.
     export SLURM_EXPORT_ENV=ALL
 }
 set -euo pipefail
@@ -72,8 +75,8 @@ end() {
 }
 trap 'end $?' EXIT
 
-# The data goes to the node's own disk: to a folder of the cluster's, or to one that this
-# script makes and removes. After scancel or the time limit, it may stay.
+# The data goes to the node's own disk: to SLURM_TMPDIR if the cluster sets it, else to a
+# folder that this script makes and removes. After scancel or the time limit, it may stay.
 if [ -z "${SLURM_TMPDIR:-}" ]; then
     export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID
 fi
@@ -96,8 +99,8 @@ clean_up() {
 }
 export -f stage may_pass clean_up
 
-# The ranks meet at rank 0. Jobs may share a node: the port follows the job.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Rank 0 listens there. Jobs may share a node: each has a port of its own.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT WORK_DIR=$PWD # checkpoints go here, unless there is a $SCRATCH
 
@@ -118,12 +121,12 @@ on_each_node bash -euc stage
 staged=yes
 
 # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give the job --cpus-per-task}
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
 # PYTHONFAULTHANDLER: a crash prints where Python was.
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK PYTHONFAULTHANDLER=1
-# INFO, for either, tells more when ranks cannot meet.
+# If ranks cannot meet, export both as INFO to see more.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
-# PyTorch 2.15's new way to NCCL lets backward() wait for each all-reduce.
+# PyTorch 2.15's new NCCL backend makes backward() wait for each all-reduce.
 export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0}
 # In a job array, the task's number is the seed, unless the arguments say otherwise.
 TMPDIR=$SLURM_TMPDIR attend srun --kill-on-bad-exit=1 --wait=60 uv run --no-sync python main.py --data-dir "$DATA" \

@@ -32,7 +32,7 @@ def parse_args() -> argparse.Namespace:
     def at_least(minimum):
         def number(text):
             value = type(minimum)(text)
-            if not value >= minimum:  # so written, it also refuses nan
+            if not value >= minimum:  # unlike `<`, this refuses nan
                 raise argparse.ArgumentTypeError(f"must be at least {minimum}: {text}")
             return value
 
@@ -183,7 +183,8 @@ def main() -> None:
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # backward() averages the gradients over all ranks while it computes the rest.
     ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # in every step: train() does it once
+    # It would do this in every step. train() does it once an epoch.
+    ddp_model.broadcast_buffers = False
     checkpoint.settle_buckets(ddp_model, args.batch_size, args.image_size)
     run = Run(model, optimizer, scheduler, recipe, global_batch_size)
     if saved:
@@ -234,14 +235,14 @@ def main() -> None:
 
 
 def check_task() -> None:
-    """Refuse to start outside of srun, where it would wait for the other tasks."""
+    """Refuse to start without srun: this process would wait for the other tasks."""
     tasks = environ.get("SLURM_NTASKS", "1")
     if environ.get("SLURM_STEP_NUM_TASKS", "1") != tasks and "RANK" not in environ:
         fail(f"this is none of the {tasks} tasks of the job: start main.py with srun")
 
 
 def set_ranks() -> None:
-    """Pass on the numbers that srun gives its tasks. torchrun's own stay."""
+    """Set torchrun's variables from srun's. Under torchrun, they are set already."""
     environ.setdefault("RANK", environ.get("SLURM_PROCID", "0"))
     environ.setdefault("LOCAL_RANK", environ.get("SLURM_LOCALID", "0"))
     environ.setdefault("WORLD_SIZE", environ.get("SLURM_NTASKS", "1"))
@@ -249,7 +250,7 @@ def set_ranks() -> None:
 
 def setup_distributed(timeout: int) -> torch.device:
     """Join the process group, one process a GPU, and return this process's device."""
-    # Rank 0 waits for the others here. job.sh sets both, salloc neither.
+    # Where rank 0 listens. job.sh sets both, salloc neither.
     if "MASTER_ADDR" not in environ:
         environ["MASTER_ADDR"] = find_first_node()
     job = int(environ.get("SLURM_JOB_ID", "0"))  # port 0 is any free one
@@ -283,8 +284,8 @@ def find_device() -> torch.device:
     """Return the GPU of this process, or the CPU where there is none."""
     local_rank = int(environ["LOCAL_RANK"])
     gpus = visible = torch.cuda.device_count()
-    # --gpus-per-task shows a task its own GPU only. Slurm counts those of the node.
-    one_only = "," not in environ.get("CUDA_VISIBLE_DEVICES", ",")
+    # --gpus-per-task shows a task its own GPU only. Slurm counts all of the node.
+    one_only = "," not in (environ.get("CUDA_VISIBLE_DEVICES") or ",")
     if one_only or visible == 0:
         gpus = int(environ.get("SLURM_GPUS_ON_NODE", visible))
     if 0 < gpus <= local_rank:
@@ -305,7 +306,7 @@ def find_device() -> torch.device:
 
 
 def check_port() -> None:
-    """Raise OSError if rank 0 cannot listen. c10d takes minutes and pages for it."""
+    """Raise OSError if rank 0 cannot listen. c10d would take minutes to say so."""
     if environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in environ:
         family, *_, address = socket.getaddrinfo(
             environ["MASTER_ADDR"], environ["MASTER_PORT"]
@@ -430,7 +431,7 @@ def evaluate(model: nn.Module, loader: DataLoader, monitor: Monitor) -> Tensor:
     return metrics
 
 
-@functools.cache  # every step asks
+@functools.cache  # asked in every step
 def has_bfloat16() -> bool:
     """Say whether a GPU computes bfloat16 itself. T4 and RTX 8000 only emulate it."""
     return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -439,8 +440,9 @@ def has_bfloat16() -> bool:
 def measure(metrics: Tensor, logits: Tensor, labels: Tensor) -> None:
     """Add a batch to `metrics`, float64 [sum of losses, correct, samples].
 
-    A label of -100, which `cross_entropy` ignores, marks what is no sample.
-    The metrics stay on the device: reading one makes the CPU wait for the GPU.
+    The losses are without label smoothing. A label of -100, which `cross_entropy`
+    ignores, marks padding. The metrics stay on the device: reading one makes the CPU
+    wait for the GPU.
     """
     losses = F.cross_entropy(logits.float(), labels, reduction="none")
     metrics[0] += losses.sum(dtype=torch.float64)
@@ -514,7 +516,7 @@ def build_optimizer(
 
 
 def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
-    """Return the steps of an epoch. A last global batch that is short is left out."""
+    """Return the steps of an epoch. An incomplete last global batch is dropped."""
     steps = samples // global_batch_size
     if steps == 0:
         fail(
@@ -526,9 +528,9 @@ def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
 
 
 def progress(epoch: int, steps: int) -> tqdm:
-    """Return the progress bar of an epoch. No job's file gets any of it."""
-    options = {"mininterval": 1, "disable": None}  # seconds; None: without a terminal
-    # srun's tasks have no terminal. Under salloc people watch them: `show` tells them.
+    """Return the progress bar of an epoch. The log of a batch job gets none of it."""
+    options = {"mininterval": 1, "disable": None}  # seconds; None: if no terminal
+    # Under salloc, srun's tasks have no terminal, but a person watches: `show` logs.
     in_salloc = "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH"
     if in_salloc and not sys.stderr.isatty():
         options = {"mininterval": 10, "file": open(os.devnull, "w")}
@@ -538,7 +540,7 @@ def progress(epoch: int, steps: int) -> tqdm:
 
 
 def show(bar: tqdm, metrics: Tensor) -> None:
-    """Move the bar on by a step. Read the loss only when the bar is drawn."""
+    """Move the bar on by a step. When it is drawn, read rank 0's loss."""
     if bar.update():
         loss, _, samples = metrics.tolist()
         bar.set_postfix(loss=f"{loss / samples:.3f}")
@@ -577,7 +579,7 @@ def normalize(images: Tensor) -> Tensor:
     return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
 
 
-@functools.cache  # to make a tensor from numbers, the CPU waits for the GPU
+@functools.cache  # made from numbers in every step, it would wait for the GPU
 def mean_and_std(device: torch.device) -> Tensor:
     values = [[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]
     return 255 * torch.tensor(values, device=device).view(2, 3, 1, 1)

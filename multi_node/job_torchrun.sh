@@ -3,27 +3,30 @@
 #SBATCH --ntasks-per-node=4  # processes, one a GPU
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=4
-#SBATCH --mem=16G            # of each node
-#SBATCH --time=01:00:00      # the job is ended then
-#SBATCH --no-requeue         # or it starts over when a node fails
-#SBATCH --wait-all-nodes=1   # until all of them are ready
+#SBATCH --mem=16G            # per node
+#SBATCH --time=01:00:00      # Slurm ends the job then
+#SBATCH --no-requeue         # do not start over if a node fails
+#SBATCH --wait-all-nodes=1   # start when all are ready
 # EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type.
-# EDIT: where cifar-10-python.tar.gz is. Where it is empty, main.py downloads it.
+# EDIT: the path of cifar-10-python.tar.gz. If it is empty, main.py downloads the data.
 export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-}
 
-# sbatch passes on the variables of its shell, and srun obeys them. If that shell is in
-# another job, they are about that one. A step has all of its own job without being told.
+# sbatch copies the variables of your shell, and srun reads them as options. If that shell
+# is in another job, they do not fit here. Without them, srun uses all that this job has.
 forget_other_jobs() {
     unset "${!SRUN_@}" "${!SLURM_GPU@}" "${!SLURM_MEM_PER_@}" "${!SLURM_TRES_@}"
+    unset SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU
     [[ ${SLURM_CPU_BIND:-} != *mask_cpu:* ]] || unset SLURM_CPU_BIND
     [[ ${SLURM_TMPDIR:-} != /tmp/slurm-job-* ]] || unset SLURM_TMPDIR MASTER_PORT
-    [[ $(scontrol show job "$SLURM_JOB_ID") == *ArrayJobId=* ]] || unset "${!SLURM_ARRAY_@}"
+    job=$(scontrol show job "$SLURM_JOB_ID")
+    [[ $job == *ArrayJobId=* ]] || unset "${!SLURM_ARRAY_@}"
+    # The tasks get this script's variables, also after sbatch --export.
     export SLURM_EXPORT_ENV=ALL
 }
 set -euo pipefail
 fail() {
     echo "job.sh: error: $*" >&2
-    # Or srun says that a task has failed before it passes on why.
+    # Without this, srun may say that a task failed before it says why.
     sleep 1
     exit 1
 }
@@ -31,14 +34,14 @@ echo "Job ${SLURM_JOB_ID:?use sbatch} on $SLURM_JOB_NODELIST, $(date)"
 forget_other_jobs
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
-# The data goes to the node's own disk: to a folder of the cluster's, or to one that this
-# script makes and removes. After scancel or the time limit, it may stay.
+# The data goes to the node's own disk: to SLURM_TMPDIR if the cluster sets it, else to a
+# folder that this script makes and removes. After scancel or the time limit, it may stay.
 if [ -z "${SLURM_TMPDIR:-}" ]; then
     export SLURM_TMPDIR=/tmp/slurm-job-$SLURM_JOB_ID
     trap 'on_each_node --immediate=30 rm -rf "$SLURM_TMPDIR" || rm -rf "$SLURM_TMPDIR"' EXIT
 fi
 stage() {
-    # mkdir fails where another user has made that folder.
+    # No -p: this fails if the folder exists, perhaps made by another user.
     [[ $SLURM_TMPDIR != /tmp/slurm-job-* ]] || mkdir "$SLURM_TMPDIR"
     mkdir -p "$SLURM_TMPDIR/data"
     [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" -C "$SLURM_TMPDIR/data" ||
@@ -47,8 +50,8 @@ stage() {
 export -f fail stage
 on_each_node bash -euc stage
 
-# The ranks meet at rank 0. Jobs may share a node: the port follows the job.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Rank 0 listens there. Jobs may share a node: each has a port of its own.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT
 
@@ -56,9 +59,9 @@ export MASTER_ADDR MASTER_PORT
 uv sync --locked --inexact --quiet
 # PYTHONFAULTHANDLER: a crash prints where Python was.
 export PYTHONFAULTHANDLER=1
-# INFO, for either, tells more when ranks cannot meet.
+# If ranks cannot meet, export both as INFO to see more.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
-# PyTorch 2.15's new way to NCCL lets backward() wait for each all-reduce.
+# PyTorch 2.15's new NCCL backend makes backward() wait for each all-reduce.
 export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0}
 # One torchrun a node starts a process for each of the job's GPUs there. Nodes may differ.
 launch() {
@@ -69,7 +72,7 @@ launch() {
         --rdzv-id="$SLURM_JOB_ID" --local-addr="$SLURMD_NODENAME" main.py "$@"
 }
 export -f launch
-# This task is to have all the CPUs that the job has on its node.
+# Otherwise torchrun and its processes would get the CPUs of one task.
 unset SLURM_CPUS_PER_TASK
 TMPDIR=$SLURM_TMPDIR on_each_node -l --kill-on-bad-exit=1 --wait=60 --cpu-bind=none \
     bash -c 'launch "$@"' launch "$@"

@@ -1,4 +1,7 @@
-"""Look at the nodes of a job before a long training, and say what is wrong."""
+"""Look at the nodes of a job before a long training, and say what is wrong.
+
+In a job or an allocation: srun uv run --no-sync python preflight.py
+"""
 
 import argparse
 import faulthandler
@@ -29,7 +32,7 @@ from rich.table import Table
 MEBIBYTES = 64  # that the ranks sum up, and that one rank of a node writes and reads
 GIGABYTES = MEBIBYTES * 2**20 / 1e9
 NODE = environ.get("SLURMD_NODENAME", socket.gethostname())
-# What this rank finds, in a line each, with what mends it.
+# What this rank finds, in a line each, with the fix.
 problems: list[str] = []
 warnings: list[str] = []
 
@@ -87,7 +90,7 @@ def main() -> None:
 
 
 def check_task() -> None:
-    """Refuse to start outside of srun, where it would wait for the other tasks."""
+    """Refuse to start without srun: this process would wait for the other tasks."""
     tasks = environ.get("SLURM_NTASKS", "1")
     if environ.get("SLURM_STEP_NUM_TASKS", "1") != tasks and "RANK" not in environ:
         sys.exit(
@@ -97,7 +100,7 @@ def check_task() -> None:
 
 
 def set_ranks() -> None:
-    """Pass on the numbers that srun gives its tasks. torchrun's own stay."""
+    """Set torchrun's variables from srun's. Under torchrun, they are set already."""
     environ.setdefault("RANK", environ.get("SLURM_PROCID", "0"))
     environ.setdefault("LOCAL_RANK", environ.get("SLURM_LOCALID", "0"))
     environ.setdefault("WORLD_SIZE", environ.get("SLURM_NTASKS", "1"))
@@ -106,7 +109,7 @@ def set_ranks() -> None:
 def look_at_gpu(local_rank: int, cpu: bool) -> dict:
     """Return the device that main.py takes, after computing on it."""
     gpus = visible = torch.cuda.device_count()
-    one_only = "," not in environ.get("CUDA_VISIBLE_DEVICES", ",")
+    one_only = "," not in (environ.get("CUDA_VISIBLE_DEVICES") or ",")
     if one_only or visible == 0:
         gpus = int(environ.get("SLURM_GPUS_ON_NODE", visible))
     found = {"device": "cpu", "GPU": f"none of {gpus}"}

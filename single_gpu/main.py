@@ -23,7 +23,7 @@ def parse_args() -> argparse.Namespace:
     def at_least(minimum):
         def number(text):
             value = type(minimum)(text)
-            if not value >= minimum:  # so written, it also refuses nan
+            if not value >= minimum:  # unlike `<`, this refuses nan
                 raise argparse.ArgumentTypeError(f"must be at least {minimum}: {text}")
             return value
 
@@ -51,7 +51,7 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=at_least(0), default=0, help="seed of everything random")
     add("--compile", action="store_true", help="a slow start, then faster steps")
     if parser.parse_args().synthetic:
-        parser.set_defaults(epochs=2, batch_size=32)  # learns in a minute on two cores
+        parser.set_defaults(epochs=2, batch_size=32)  # half a minute on two cores
     return parser.parse_args()
 
 
@@ -139,7 +139,7 @@ def evaluate(model: nn.Module, batches) -> Tensor:
     return metrics
 
 
-@functools.cache  # every step asks
+@functools.cache  # asked in every step
 def has_bfloat16() -> bool:
     """Say whether a GPU computes bfloat16 itself. T4 and RTX 8000 only emulate it."""
     return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -148,8 +148,9 @@ def has_bfloat16() -> bool:
 def measure(metrics: Tensor, logits: Tensor, labels: Tensor) -> None:
     """Add a batch to `metrics`, float64 [sum of losses, correct, samples].
 
-    A label of -100, which `cross_entropy` ignores, marks what is no sample.
-    The metrics stay on the device: reading one makes the CPU wait for the GPU.
+    The losses are without label smoothing. A label of -100, which `cross_entropy`
+    ignores, marks padding. The metrics stay on the device: reading one makes the CPU
+    wait for the GPU.
     """
     losses = F.cross_entropy(logits.float(), labels, reduction="none")
     metrics[0] += losses.sum(dtype=torch.float64)
@@ -198,7 +199,7 @@ def build_optimizer(
 
 
 def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
-    """Return the steps of an epoch. A last global batch that is short is left out."""
+    """Return the steps of an epoch. An incomplete last global batch is dropped."""
     steps = samples // global_batch_size
     if steps == 0:
         fail(
@@ -209,9 +210,9 @@ def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
 
 
 def progress(epoch: int, steps: int) -> tqdm:
-    """Return the progress bar of an epoch. No job's file gets any of it."""
-    options = {"mininterval": 1, "disable": None}  # seconds; None: without a terminal
-    # srun's tasks have no terminal. Under salloc people watch them: `show` tells them.
+    """Return the progress bar of an epoch. The log of a batch job gets none of it."""
+    options = {"mininterval": 1, "disable": None}  # seconds; None: if no terminal
+    # Under salloc, srun's tasks have no terminal, but a person watches: `show` logs.
     in_salloc = "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH"
     if in_salloc and not sys.stderr.isatty():
         options = {"mininterval": 10, "file": open(os.devnull, "w")}
@@ -219,7 +220,7 @@ def progress(epoch: int, steps: int) -> tqdm:
 
 
 def show(bar: tqdm, metrics: Tensor) -> None:
-    """Move the bar on by a step. Read the loss only when the bar is drawn."""
+    """Move the bar on by a step. When it is drawn, read the loss."""
     if bar.update():
         loss, _, samples = metrics.tolist()
         bar.set_postfix(loss=f"{loss / samples:.3f}")
@@ -247,7 +248,7 @@ def fail(message: str) -> None:
 class Split:
     """Images and their classes."""
 
-    images: Tensor  # uint8, (samples, 3, 32, 32); to train on, what view_crops returns
+    images: Tensor  # uint8, (samples, 3, 32, 32), or what view_crops makes of it
     labels: Tensor  # int64, (samples,)
 
     def __len__(self) -> int:
@@ -294,10 +295,11 @@ def draw_synthetic() -> list[Tensor]:
 
 
 def view_crops(images: Tensor) -> Tensor:
-    """Return all crops of the images and of their mirror images: indexing augments.
+    """Return a view of all crops of the images and of their mirror images.
 
-    They are a view of shape (samples, 2, 9, 9, 3, 32, 32), of two padded images of
-    40 x 40 pixels a sample: flipped or not, top edge, left edge, and then the crop.
+    Its shape is (samples, 2, 9, 9, 3, 32, 32): flipped or not, top edge, left edge,
+    and then a crop. To augment a batch is to index it. Only the two padded images of
+    each sample, of 40 x 40 pixels, are copies.
     """
     padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, 4, 4, 4, 4))
     both = torch.stack((padded, padded.flip(2)), dim=1)
@@ -332,7 +334,7 @@ def evaluation_batches(data: Split, batch_size: int):
 def draw_epoch(samples: int, seed: int, epoch: int):
     """Draw the order of an epoch, and each sample's top edge, left edge and flip.
 
-    All follow from (seed, epoch, sample), however many GPUs share the work.
+    They follow from seed, epoch and sample alone, not from the number of GPUs.
     """
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(samples)
@@ -348,7 +350,7 @@ def normalize(images: Tensor) -> Tensor:
     return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
 
 
-@functools.cache  # to make a tensor from numbers, the CPU waits for the GPU
+@functools.cache  # made from numbers in every step, it would wait for the GPU
 def mean_and_std(device: torch.device) -> Tensor:
     values = [[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]]
     return 255 * torch.tensor(values, device=device).view(2, 3, 1, 1)

@@ -146,7 +146,7 @@ def test_no_cpus_per_task(jobs, tmp_path, folder):
         CIFAR10_ARCHIVE="",
         IMAGENET_DIR="",
     )
-    assert_failed(result, "SLURM_CPUS_PER_TASK: give the job --cpus-per-task$", times=1)
+    assert_failed(result, "SLURM_CPUS_PER_TASK: give --cpus-per-task$", times=1)
 
 
 def test_wrong_interface(jobs):

@@ -198,6 +198,10 @@ SHELLS = {
         "salloc --ntasks=1 --gpus-per-task=1",
         "${SLURM_GPUS_PER_TASK:-}${SLURM_TRES_BIND:-}",
     ),
+    "salloc's shell, by GPU": (
+        "salloc --gpus=2 --cpus-per-gpu=2 --ntasks-per-gpu=1",
+        "$SLURM_CPUS_PER_GPU && $SLURM_NTASKS_PER_GPU",
+    ),
     "a task of an array": ("sbatch --wait --array=3", "$SLURM_ARRAY_TASK_ID == 3"),
 }
 

@@ -45,7 +45,7 @@ def test_diffs_stay_small(old, new, most_added, most_removed):
 
 def test_main_py_stays_readable():
     """What is no part of the training story stands in a module beside it."""
-    assert len((REPOSITORY / "imagenet" / "main.py").read_text().splitlines()) <= 593
+    assert len((REPOSITORY / "imagenet" / "main.py").read_text().splitlines()) <= 600
 
 
 def test_the_ladder_counts_the_lines():
