@@ -233,7 +233,7 @@ def test_sbatch_in_a_job(jobs, folder, last_line, shell, tmp_path):
     # that the step before has ended.
     busy = (
         r"srun: (Job \d+ step creation temporarily disabled, retrying|"
-        r"Step created for job)"
+        r"Step created for )"
     )
     lines = [line for line in result.output.splitlines() if not re.match(busy, line)]
     assert lines[-1].startswith(last_line), result
