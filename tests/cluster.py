@@ -60,7 +60,8 @@ START_SECONDS = 60
 # Debian's, by the Slurm that they have.
 RELEASES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
 PROCTRACK = ["linuxproc", "cgroup"]
-PACKAGES = "slurmctld slurmd slurm-client munge iproute2 procps git g++ openssl python3".split()
+PACKAGES = "slurmctld slurmd slurm-client munge iproute2 procps git".split()
+PACKAGES += "g++ openssl python3".split()  # torch.compile calls the first two
 COMMANDS = "sacct salloc sbatch scancel scontrol sinfo squeue srun".split()
 
 SLURM_CONF = """\
