@@ -247,7 +247,7 @@ def test_torchrun_elastic(user, tmp_path):
             ["--data-dir=/nowhere"],
             r"^main.py: error: on node\d: no data in /nowhere: .* run prepare_data.py",
         ),
-        (["--epochs=0"], r"argument --epochs: must be at least 1, not 0"),
+        (["--epochs=0"], r"argument --epochs: must be at least 1: 0"),
         (
             ["--model=resnet5"],
             r"argument --model: torchvision.models.list_models\(\) has no resnet5",

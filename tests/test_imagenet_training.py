@@ -37,6 +37,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drawn_imagenet import draw_imagenet
+from slurm_jobs import ARGUMENTS_LINE
 from test_checkpoint import (
     REPOSITORY,
     checkpoint,
@@ -49,6 +50,7 @@ from test_checkpoint import (
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -246,6 +248,7 @@ def errors(text: str) -> list[str]:
         line
         for line in text.splitlines()
         if "error" in line.lower() or "Traceback" in line
+        if not ARGUMENTS_LINE.match(line)
     ]
 
 
@@ -314,15 +317,14 @@ def test_a_whole_run(undisturbed):
     }
     for kind, text in undisturbed.items():
         (samples, share), lines = shares[kind], text.splitlines()
-        assert lines[0] == "warning: no GPU found, training on the CPU"
+        assert ARGUMENTS_LINE.match(lines[0])
+        assert lines[1] == "warning: no GPU found, training on the CPU"
         # 8 whole steps; some samples are left over.
-        assert (
-            lines[1]
-            == f"World size {share[0]}: 8 steps an epoch, {share}; 23 to validate"
-        )
+        steps = f"World size {share[0]}: 8 steps an epoch, {share}; 23 to validate"
+        assert lines[2] == f"{steps}; computing in float32"
         assert [epoch for epoch, _ in EPOCH_LINE.findall(text)] == ["1", "2", "3"]
         weights(text)
-        assert len(lines) == 6, text
+        assert len(lines) == 7, text
         for numbers in re.findall(
             r"train .* accuracy (.*)%, valid .* accuracy ([\d.]+)%", text
         ):
@@ -417,7 +419,7 @@ def test_other_numbers_of_ranks(tmp_path):
     for number, (world_size, share) in enumerate(shares.items()):
         head = (
             f"World size {world_size}: 8 steps an epoch, {share} samples each, "
-            "of 67; 23 to validate\n"
+            "of 67; 23 to validate; computing in float32\n"
         )
         assert head in (folder / f"{number}.log").read_text()
     assert "Epoch 3: " in text
@@ -1100,7 +1102,8 @@ def build(
 ) -> tuple:
     """Return what main() makes for train()."""
     train_set, valid_set = data.load_data(args)
-    steps = main.count_steps(train_set, global_batch_size)
+    world_size = dist.get_world_size()
+    steps = main.count_steps(len(train_set), global_batch_size, world_size)
     model = model.to(memory_format=torch.channels_last)
     optimizer, scheduler = main.build_optimizer(model, args, global_batch_size, steps)
     run = checkpoint.Run(
@@ -1129,6 +1132,9 @@ def join_store() -> None:
     dist.barrier()
 
 
+NO_BAR = tqdm(disable=True)
+
+
 def take_one_step(folder: Path, global_batch_size: int, batch_size: int) -> dict:
     """Return the first step's gradients, the metrics, and how often the model ran."""
     join_store()
@@ -1143,7 +1149,7 @@ def take_one_step(folder: Path, global_batch_size: int, batch_size: int) -> dict
         gradients.update({name: p.grad.clone() for name, p in model.named_parameters()})
 
     run.optimizer.register_step_pre_hook(keep)
-    metrics = main.train(ddp_model, run, loader, checkpoints, monitor, args)
+    metrics = main.train(ddp_model, run, loader, NO_BAR, checkpoints, monitor, args)
     monitor.close()
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
     average = main.average(metrics, global_batch_size)
@@ -1239,7 +1245,7 @@ def count_collectives(folder: Path, steps: int, batch_size: int) -> dict:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU]
     ) as profile:
-        main.train(ddp_model, run, loader, checkpoints, monitor, args)
+        main.train(ddp_model, run, loader, NO_BAR, checkpoints, monitor, args)
     events = collections.Counter(event.name for event in profile.events())
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU]

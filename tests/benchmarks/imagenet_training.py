@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 from imagenet_input import build_scratch, data, folder_of_pictures, options, order
 from PIL import Image
-from side_by_side import argument_parser, load_example, print_table, take_turns
+from side_by_side import (
+    argument_parser,
+    distribute,
+    load_example,
+    print_table,
+    take_turns,
+)
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.io import decode_jpeg
@@ -61,6 +67,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     example = load_example("imagenet")
+    example.set_ranks()
     device = example.setup_distributed(24 * 60 * 60)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = args.scratch or Path(temporary)
@@ -108,13 +115,16 @@ def build_variants(
         run = checkpoint.Run(model, optimizer, scheduler, {}, args.batch_size)
         loader, _ = example.build_loaders(train_set, valid_set, run, settings)
         watching = monitor.Monitor(scratch, device, settings)
-        ddp_model = torch.nn.parallel.DistributedDataParallel(model)
+        ddp_model = distribute(model)
         # An epoch ends with a checkpoint. A turn is much shorter than an epoch,
         # so this one does not.
         no_checkpoints = argparse.Namespace(save=lambda state: None, age=lambda: 0.0)
 
         def turn() -> int:
-            example.train(ddp_model, run, loader, no_checkpoints, watching, settings)
+            bar = example.progress(run.epoch, steps)
+            example.train(
+                ddp_model, run, loader, bar, no_checkpoints, watching, settings
+            )
             watching.hangs.pause()
             run.start_epoch(run.epoch + 1)
             return done()
