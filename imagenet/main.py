@@ -183,7 +183,7 @@ def main() -> None:
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # backward() averages the gradients over all ranks while it computes the rest.
     ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # It would do this in every step. train() does it once an epoch.
+    # Or each step would broadcast BatchNorm's statistics. train() does it at its end.
     ddp_model.broadcast_buffers = False
     checkpoint.settle_buckets(ddp_model, args.batch_size, args.image_size)
     run = Run(model, optimizer, scheduler, recipe, global_batch_size)
