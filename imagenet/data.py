@@ -3,18 +3,16 @@
 import argparse
 import atexit
 import math
-import mmap
 import multiprocessing.util
-import os
 import signal
 import socket
-import tempfile
-from multiprocessing.reduction import DupFd
+import sys
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkpoint import Run, RunError, ignore_signals
+from checkpoint import Run, RunError
 from prepare_data import Pictures, Synthetic
 from torch import Tensor
 from torch.nn import functional as F
@@ -41,7 +39,7 @@ class Augmented(Dataset):
         limit: int | None,
         args: argparse.Namespace,
     ):
-        size = (args.image_size, args.image_size)
+        self.size = size = (args.image_size, args.image_size)
         self.pictures, self.seed = pictures, args.seed
         self.chosen = np.sort(
             np.random.default_rng(0).permutation(len(pictures))[:limit]
@@ -58,6 +56,9 @@ class Augmented(Dataset):
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         epoch, index = key  # epoch 0 is not for training
+        if index < 0:
+            # Padding: a label of -100 counts nowhere.
+            return torch.zeros(3, *self.size, dtype=torch.uint8), -100
         if epoch:
             # The draw follows from these three, not from the worker or the rank that
             # makes it. torch.manual_seed would seed every kind of device: 0.2 ms.
@@ -68,158 +69,69 @@ class Augmented(Dataset):
         )
 
 
-class SharedBatch:
-    """Samples on their way to a rank, in memory that is gone with its last process.
-
-    PyTorch's own way begins with a file in /dev/shm,
-    which stays there if the worker is killed just then.
-    """
-
-    def __init__(self, samples: list[tuple[Tensor, int]]):
-        images, self.labels = zip(*samples, strict=True)
-        # As a step takes them: channels_last.
-        images = [image.permute(1, 2, 0) for image in images]
-        self.shape = (len(images), *images[0].shape)
-        self.memory = tempfile.TemporaryFile(dir="/dev/shm")  # it has no name
-        try:
-            os.posix_fallocate(self.memory.fileno(), 0, math.prod(self.shape))
-        except OSError as error:
-            raise RuntimeError(
-                f"no room in /dev/shm for a batch ({error}): use fewer --workers"
-            ) from error
-        torch.stack(images, out=view_memory(self.memory.fileno(), self.shape))
-
-    def __reduce__(self):  # what the rank unpickles is a pair of tensors
-        return receive, (DupFd(self.memory.fileno()), self.shape, self.labels)
-
-
-def receive(
-    duplicate: DupFd, shape: tuple[int, ...], labels: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """Return uint8 pictures, of shape (samples, 3, size, size), and their classes."""
-    try:
-        memory = duplicate.detach()
-    except (ConnectionError, EOFError) as error:
-        raise RuntimeError(
-            "a DataLoader worker is killed: is --mem too small?"
-        ) from error
-    try:
-        return view_memory(memory, shape).permute(0, 3, 1, 2), torch.tensor(labels)
-    finally:
-        os.close(memory)
-
-
-def view_memory(memory: int, shape: tuple[int, ...]) -> Tensor:
-    return torch.frombuffer(mmap.mmap(memory, 0), dtype=torch.uint8).view(shape)
-
-
-class Batches(Sampler):
-    """This rank's share of each batch of an epoch, from the run's step on."""
-
-    def __init__(self, samples: int, run: Run, args: argparse.Namespace):
-        self.samples, self.run, self.seed = samples, run, args.seed
-        if run.global_batch_size < dist.get_world_size():
-            raise RunError(
-                f"a step of {run.global_batch_size} samples "
-                "leaves some ranks none: start fewer"
-            )
-        share = len(
-            range(dist.get_rank(), run.global_batch_size, dist.get_world_size())
-        )
-        # It is worked on in parts, in as many as the largest share has:
-        # SyncBatchNorm has them meet in each.
-        most = math.ceil(run.global_batch_size / dist.get_world_size())
-        parts = math.ceil(most / args.batch_size)
-        if (
-            args.sync_batchnorm
-            and parts > run.global_batch_size // dist.get_world_size()
-        ):
-            raise RunError(
-                f"with SyncBatchNorm, {most} batches of one are too many "
-                "for some ranks: start fewer"
-            )
-        self.parts = min(parts, share)
-
-    def __iter__(self):
-        order = draw_epoch(self.samples, self.seed, self.run.epoch)
-        steps = len(order) // self.run.global_batch_size
-        batches = order[: steps * self.run.global_batch_size].view(
-            steps, self.run.global_batch_size
-        )
-        # This rank's share of each batch.
-        batches = batches[:, dist.get_rank() :: dist.get_world_size()]
-        for batch in batches[self.run.step :]:
-            for part in batch.tensor_split(self.parts):
-                yield [(self.run.epoch, index) for index in part.tolist()]
-
-
 def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
-    """Return the training and the validation set.
-
-    Raises RunError, on every rank, where a node has none.
-    """
-    problem, size = "", args.image_size * 256 // 224
+    """Return the training and the validation set. Exits where this node has none."""
+    size = args.image_size * 256 // 224
     try:
         if args.synthetic:
             train = Synthetic(args.limit_train_samples or 2304, 10, 0, size)
             valid = Synthetic(args.limit_valid_samples or 256, 10, 1, size)
         else:
-            train, valid = (
-                Pictures(args.data_dir, "train"),
-                Pictures(args.data_dir, "valid"),
-            )
+            train = Pictures(args.data_dir, "train")
+            valid = Pictures(args.data_dir, "valid")
     except (OSError, ValueError) as error:
-        problem = f"on {socket.gethostname()}: {error}"
-    # Each node has a disk of its own, and may lack what the others have.
-    answers: list = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        answers, (problem, "" if problem else train.fingerprint + valid.fingerprint)
-    )
-    for found in answers:
-        if found[0]:
-            raise RunError(found[0])
-        if found != answers[0]:
-            raise RunError(
-                f"not every node has the same data in {args.data_dir}: stage it anew"
-            )
-    return Augmented(train, args.limit_train_samples, args), Augmented(
-        valid, args.limit_valid_samples, args
+        sys.exit(f"main.py: error: on {socket.gethostname()}: {error}")
+    return (
+        Augmented(train, args.limit_train_samples, args),
+        Augmented(valid, args.limit_valid_samples, args),
     )
 
 
-def build_loaders(
-    train_set: Augmented, valid_set: Augmented, run: Run, args: argparse.Namespace
-):
-    """Return the loaders of epochs' batches and the validation set, with workers."""
-    atexit.register(end_workers)
-    # Workers share a folder, of sockets to pass on batches:
-    # their own would stay where they are killed.
-    # A socket's name is added to the folder's.
-    if args.workers and len(folder := multiprocessing.util.get_temp_dir()) > 89:
-        raise RunError(
-            f"no socket's path can begin with {folder}: choose a shorter TMPDIR"
-        )
-    options = {
-        "multiprocessing_context": "fork"
-        if args.workers
-        else None,  # others import PyTorch in each worker
-        "num_workers": args.workers,
-        "collate_fn": SharedBatch if args.workers else None,
-        "pin_memory": torch.cuda.is_available(),
-        "worker_init_fn": ignore_signals,
-    }
-    batches = Batches(len(train_set), run, args)
-    train_loader = DataLoader(
-        train_set, batch_sampler=batches, persistent_workers=args.workers > 0, **options
+def check_same_data(*data_sets: Augmented) -> None:
+    """Refuse nodes with different data: each has a disk of its own."""
+    mine = [data_set.pictures.fingerprint for data_set in data_sets]
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    if any(fingerprints != mine for fingerprints in found):
+        raise RunError("not every node has the same data: stage it again")
+
+
+class Batches(Sampler):
+    """The keys of the samples of each batch: none, until an epoch begins."""
+
+    keys: Iterable[list[tuple[int, int]]] = ()
+
+    def __iter__(self):
+        return iter(self.keys)
+
+
+def build_loader(data_set: Augmented, workers: int) -> DataLoader:
+    """Return a loader whose workers are running, and stay to the end of the run.
+
+    Call this before CUDA and NCCL are up: to fork a process that has them up hangs on
+    some networks, as the docstring of DistributedDataParallel says. That is why this
+    does not take pin_memory, which asks for the GPU.
+    """
+    loader = DataLoader(
+        data_set,
+        batch_sampler=Batches(),
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+        persistent_workers=workers > 0,
+        worker_init_fn=ignore_signals,
     )
-    # Not all ranks have a share of the same length.
-    share = range(dist.get_rank(), len(valid_set), dist.get_world_size())
-    keys = [(0, index) for index in share]
-    batches = [
-        keys[first : first + args.batch_size]
-        for first in range(0, len(keys), args.batch_size)
-    ]
-    return train_loader, DataLoader(valid_set, batch_sampler=batches, **options)
+    if workers:
+        # They pass on batches by sockets there. Each would leave its own when killed.
+        multiprocessing.util.get_temp_dir()
+        iter(loader)  # starts them
+        atexit.register(end_workers)
+    return loader
+
+
+def ignore_signals(worker: int) -> None:
+    """Leave Slurm's signals to the rank: it would die of its worker's death."""
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end_workers() -> None:
@@ -230,9 +142,52 @@ def end_workers() -> None:
         worker.kill()
 
 
-def draw_epoch(samples: int, seed: int, epoch: int) -> Tensor:
+def training_batches(loader: DataLoader, run: Run, device: torch.device):
+    """Yield this rank's share of each step of an epoch, from the run's step on.
+
+    That is uint8 images of shape (share, 3, size, size) and their classes.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    order = draw_epoch(len(loader.dataset), loader.dataset.seed, run.epoch)
+    steps = len(order) // run.global_batch_size
+    shares = order[: steps * run.global_batch_size].reshape(steps, -1)
+    shares = shares[run.step :, rank::world_size]
+    keys = ([(run.epoch, index) for index in share.tolist()] for share in shares)
+    loader.batch_sampler.keys = keys
+    return to_device(loader, device)
+
+
+def evaluation_batches(loader: DataLoader, batch_size: int, device: torch.device):
+    """Yield this rank's share, in batches of one size: --compile compiles for each.
+
+    All ranks have as many. The last ones are padded with images of label -100, which
+    count nowhere.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    samples = len(loader.dataset)
+    batches = math.ceil(samples / world_size / batch_size)
+    share = list(range(rank, samples, world_size))
+    share += [-1] * (batches * batch_size - len(share))
+    keys = [(0, index) for index in share]
+    starts = range(0, len(keys), batch_size)
+    loader.batch_sampler.keys = [keys[start : start + batch_size] for start in starts]
+    return to_device(loader, device)
+
+
+def to_device(batches, device: torch.device):
+    for images, labels in batches:
+        if device.type == "cuda":
+            # Or the CPU would wait for the copy, and for all the GPU's work before it.
+            images, labels = images.pin_memory(), labels.pin_memory()
+        yield (
+            images.to(device, non_blocking=True),
+            labels.to(device, non_blocking=True),
+        )
+
+
+def draw_epoch(samples: int, seed: int, epoch: int) -> np.ndarray:
     """Draw the order of an epoch, the same however many GPUs share the work."""
-    return torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(samples))
+    return np.random.default_rng((seed, epoch)).permutation(samples)
 
 
 def seed_torch(*numbers: int) -> None:

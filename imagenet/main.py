@@ -11,21 +11,27 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from os import environ, sched_getaffinity
+from os import environ
 from pathlib import Path
 
 import checkpoint
 import torch
 import torch.distributed as dist
-from checkpoint import Checkpoints, Run
-from data import build_loaders, load_data, seed_torch
-from monitor import Monitor
+from checkpoint import Checkpoints, Run, RunError
+from data import (
+    build_loader,
+    check_same_data,
+    evaluation_batches,
+    load_data,
+    seed_torch,
+    training_batches,
+)
 from prepare_data import BadPicture
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 from torchvision import models
 from tqdm import tqdm
+from watch import Watch
 
 
 def parse_args() -> argparse.Namespace:
@@ -40,9 +46,7 @@ def parse_args() -> argparse.Namespace:
 
     def model(name: str) -> str:
         if name not in ["dummy", *models.list_models(module=models)]:
-            raise argparse.ArgumentTypeError(
-                f"torchvision.models.list_models() has no {name}"
-            )
+            raise argparse.ArgumentTypeError(f"torchvision.models has no {name}")
         return name
 
     parser = argparse.ArgumentParser(
@@ -51,20 +55,12 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
-    data_dir = Path(environ.get("SLURM_TMPDIR", ".")) / "data"
-    cpus = int(environ.get("SLURM_CPUS_PER_TASK", "0")) or len(sched_getaffinity(0))
+    data_dir = f"{environ.get('SLURM_TMPDIR', '.')}/data"
+    checkpoints = checkpoint.default_checkpoint_dir()
+    cpus = int(environ.get("SLURM_CPUS_PER_TASK", "0")) or len(os.sched_getaffinity(0))
     add = parser.add_argument
-    add(
-        "--data-dir",
-        type=Path,
-        default=data_dir,
-        help="folder that prepare_data.py has filled",
-    )
-    add(
-        "--synthetic",
-        action="store_true",
-        help="train on made-up pictures: no data, no network",
-    )
+    add("--data-dir", default=data_dir, help="folder that prepare_data.py has filled")
+    add("--synthetic", action="store_true", help="made-up images, no data needed")
     add("--limit-train-samples", type=at_least(1), help="limit of the training set")
     add("--limit-valid-samples", type=at_least(1), help="limit of the validation set")
     add("--image-size", type=at_least(1), default=224, help="pixels a side")
@@ -75,43 +71,24 @@ def parse_args() -> argparse.Namespace:
         help="one of torchvision's; dummy: as fast as the data",
     )
     add("--epochs", type=at_least(1), default=90, help="passes over the training set")
-    add("--batch-size", type=at_least(1), default=256, help="samples per GPU at a time")
+    add("--batch-size", type=at_least(1), default=256, help="images per GPU at a time")
     add("--accumulate", type=at_least(1), default=1, help="batches per GPU in a step")
     add(
         "--learning-rate",
         type=at_least(0.0),
         default=0.256,
-        help="peak, per 256 samples of the global batch",
+        help="peak, per 256 images of the global batch",
     )
-    add(
-        "--weight-decay",
-        type=at_least(0.0),
-        default=2**-15,
-        help="L2 penalty on the weights",
-    )
+    add("--weight-decay", type=at_least(0.0), default=2**-15, help="L2 penalty")
     add("--seed", type=at_least(0), default=0, help="seed of everything random")
-    add(
-        "--compile",
-        action="store_true",
-        help="compile the model: a slow start, faster steps",
-    )
+    add("--compile", action="store_true", help="a slow start, then faster steps")
     add(
         "--sync-batchnorm",
         action="store_true",
         help="normalize over the batches of all GPUs: slower",
     )
-    add(
-        "--workers",
-        type=at_least(0),
-        default=cpus,
-        help="processes per GPU that decode pictures",
-    )
-    add(
-        "--checkpoint-dir",
-        type=Path,
-        default=checkpoint.default_checkpoint_dir(),
-        help="folder of this run alone",
-    )
+    add("--workers", type=at_least(0), default=cpus, help="decoding processes per GPU")
+    add("--checkpoint-dir", type=Path, default=checkpoints, help="of this run alone")
     add(
         "--save-minutes",
         type=at_least(0.0),
@@ -124,23 +101,9 @@ def parse_args() -> argparse.Namespace:
         default=10**6,
         help="steps between checkpoints, if sooner",
     )
-    add(
-        "--keep",
-        type=at_least(1),
-        default=3,
-        help="checkpoints to keep, besides the best",
-    )
-    add(
-        "--timeout",
-        type=at_least(1),
-        default=120,
-        help="seconds to wait for a rank that hangs",
-    )
-    add(
-        "--profile",
-        action="store_true",
-        help="trace a few steps: where does the time go?",
-    )
+    add("--keep", type=at_least(1), default=3, help="checkpoints, besides the best")
+    add("--timeout", type=at_least(1), default=120, help="seconds until a hang ends")
+    add("--profile", action="store_true", help="trace a few steps")
     add("--wandb", metavar="PROJECT", help="W&B project to track it in, too")
     return parser.parse_args()
 
@@ -151,33 +114,34 @@ def main() -> None:
     set_ranks()
     setup_logging()
     logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
-    device = setup_distributed(args.timeout)
+    train_set, valid_set = load_data(args)
+    train_loader = build_loader(train_set, args.workers)
+    valid_loader = build_loader(valid_set, args.workers)
+    device = setup_distributed()
     if device.type == "cpu":
         logging.warning("warning: no GPU found, training on the CPU")
         if args.sync_batchnorm:
-            fail("--sync-batchnorm needs GPUs: leave it out", together=True)
+            raise RunError("--sync-batchnorm needs GPUs: leave it out")
 
-    train_set, valid_set = load_data(args)
+    check_same_data(train_set, valid_set)
+    world_size = dist.get_world_size()
+    global_batch_size = world_size * args.batch_size * args.accumulate
     checkpoints = Checkpoints(args.checkpoint_dir, args.keep)
     recipe = checkpoint.get_recipe(args, train_set)
     saved = checkpoints.load(recipe)
-    world_size = dist.get_world_size()
-    global_batch_size = world_size * args.batch_size * args.accumulate
     if saved:  # perhaps by another number of GPUs: the global batch stays as it was
         global_batch_size = saved["global_batch_size"]
     steps = count_steps(len(train_set), global_batch_size, world_size)
-    share = f"{world_size} x {global_batch_size / world_size:.4g}"
     logging.info(
         f"World size {world_size}: {steps} steps an epoch, "
-        f"{share} samples each, of {len(train_set)}; "
-        f"{len(valid_set)} to validate; "
+        f"{world_size} x {global_batch_size / world_size:.4g} samples each, "
+        f"of {len(train_set)}; {len(valid_set)} to validate; "
         f"computing in {'bfloat16' if has_bfloat16() else 'float32'}"
     )
 
     torch.manual_seed(args.seed)
-    model = build_model(args, len(train_set.pictures.classes)).to(
-        device, memory_format=torch.channels_last
-    )
+    model = build_model(args, len(train_set.pictures.classes))
+    model = model.to(device, memory_format=torch.channels_last)
     if args.compile:
         model.compile()
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
@@ -185,51 +149,45 @@ def main() -> None:
     ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     # Or each step would broadcast BatchNorm's statistics. train() does it at its end.
     ddp_model.broadcast_buffers = False
+
     checkpoint.settle_buckets(ddp_model, args.batch_size, args.image_size)
     run = Run(model, optimizer, scheduler, recipe, global_batch_size)
     if saved:
         run.load_state_dict(saved)
         del saved  # or it takes as much memory as the model, to the end
-    train_loader, valid_loader = build_loaders(train_set, valid_set, run, args)
-    monitor = Monitor(checkpoints.folder, device, args)
+    watch = Watch(checkpoints.folder, device, args, run.scheduler.last_epoch)
     checkpoint.catch_stop_signals()
 
-    while run.epoch <= args.epochs:
-        start, steps_before = time.perf_counter(), run.step
-        bar = progress(run.epoch, steps - run.step)
-        metrics = train(ddp_model, run, train_loader, bar, checkpoints, monitor, args)
+    for epoch in range(run.epoch, args.epochs + 1):
+        start = time.perf_counter()
+        first_step = run.step  # 0, unless this start is in the middle of an epoch
+        batches = watch.batches(training_batches(train_loader, run, device))
+        bar = progress(epoch, steps - first_step)
+        metrics = train(ddp_model, run, batches, bar, checkpoints, watch, args)
         train_loss, train_accuracy = average(metrics, steps * global_batch_size)
         seconds = time.perf_counter() - start
-        rate = (steps - steps_before) * global_batch_size / seconds
-        usage = monitor.usage(seconds)
-        valid_loss, valid_accuracy = average(
-            evaluate(model, valid_loader, monitor), len(valid_set)
-        )
-        requeues = checkpoint.requeues_to_go(
-            (args.epochs - run.epoch) * len(train_set), rate
-        )
+        rate = (steps - first_step) * global_batch_size / seconds
+        usage = watch.usage(seconds)
+        batches = evaluation_batches(valid_loader, args.batch_size, device)
+        metrics = evaluate(model, run, watch.batches(batches), watch)
+        valid_loss, valid_accuracy = average(metrics, len(valid_set))
+        samples_to_go = (args.epochs - epoch) * len(train_set)
         logging.info(
-            f"Epoch {run.epoch}: "
+            f"Epoch {epoch}: "
             f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
-            f"{rate:.0f} images/s{usage}{requeues}"
+            f"{rate:.0f} images/s"
+            f"{usage}{checkpoint.requeues_to_go(samples_to_go, rate)}"
         )
-        train_values = {
-            "train/loss": train_loss,
-            "train/accuracy": train_accuracy,
-            "images/s": rate,
-        }
-        monitor.log(
-            run,
-            train_values | {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy},
-        )
+        values = {"train/loss": train_loss, "train/accuracy": train_accuracy}
+        values |= {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy}
+        watch.log(run.scheduler.last_epoch, values | {"images/s": rate})
         if valid_accuracy > run.best_accuracy:
             checkpoints.mark_best(run, valid_accuracy)
-        run.start_epoch(run.epoch + 1)
-    checkpoints.finish()
+        run.start_epoch(epoch + 1)
     sha256 = checkpoint.digest(model.state_dict())
     logging.info(f"Weights SHA-256 {sha256}, commit {checkpoint.commit()}")
-    monitor.close()
+    watch.close()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -248,7 +206,7 @@ def set_ranks() -> None:
     environ.setdefault("WORLD_SIZE", environ.get("SLURM_NTASKS", "1"))
 
 
-def setup_distributed(timeout: int) -> torch.device:
+def setup_distributed() -> torch.device:
     """Join the process group, one process a GPU, and return this process's device."""
     # Where rank 0 listens. job.sh sets both, salloc neither.
     if "MASTER_ADDR" not in environ:
@@ -259,7 +217,8 @@ def setup_distributed(timeout: int) -> torch.device:
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         check_port()
-        limit = timedelta(seconds=timeout)
+        # Ranks wait so long while rank 0 saves. `Watch` ends a hang much earlier.
+        limit = timedelta(minutes=30)
         dist.init_process_group(backend, device_id=device, timeout=limit)
     except (OSError, RuntimeError) as error:
         fail(
@@ -315,119 +274,115 @@ def check_port() -> None:
 
 
 def train(
-    model,
-    run: Run,
-    loader: DataLoader,
-    bar: tqdm,
-    checkpoints,
-    monitor,
-    args: argparse.Namespace,
+    model, run: Run, batches, bar: tqdm, checkpoints: Checkpoints, watch: Watch, args
 ) -> Tensor:
     """Train to the end of the epoch and return its metrics (see `measure`)."""
     model.train()
     device = next(model.parameters()).device
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Rank 0 counts what was done before this start.
-    metrics = run.metrics.to(device) * (rank == 0)
-    parts, next_talk = loader.batch_sampler.parts, run.step
-    for number, (images, labels) in enumerate(monitor.watch(run, loader)):
-        part = number % parts
-        if part == 0 and run.step == next_talk:
-            next_talk += agree(run, metrics, checkpoints, monitor, args)
-        images, labels = (
-            tensor.to(device, non_blocking=True) for tensor in (images, labels)
-        )
+    metrics = torch.zeros(3, dtype=torch.float64, device=device)
+    if dist.get_rank() == 0:  # which counts what was done before this start
+        metrics += run.metrics.to(device)
+    optimizer, scheduler = run.optimizer, run.scheduler
+    start, first_step, next_agreement = time.perf_counter(), run.step, run.step
+    for images, labels in batches:
+        if run.step == next_agreement:
+            pace = (run.step - first_step) / (time.perf_counter() - start)
+            next_agreement += agree(run, metrics, pace, checkpoints, watch, args)
         # For models with dropout.
-        seed_torch(args.seed, run.epoch, run.step, part, rank)
-        # One all-reduce of the gradients a step is enough: after its last part.
-        with contextlib.nullcontext() if part == parts - 1 else model.no_sync():
-            with torch.autocast(device.type, torch.bfloat16, has_bfloat16()):
-                logits = model(normalize(images))
-                losses = F.cross_entropy(
-                    logits, labels, label_smoothing=0.1, reduction="sum"
-                )
-            # DDP divides by the ranks, whose shares may have different sizes.
-            (losses * world_size / run.global_batch_size).backward()
-        measure(metrics, logits.detach(), labels)
-        if part == parts - 1:
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            run.scheduler.step()
-            run.step += 1
-            show(bar, metrics)
+        seed_torch(args.seed, run.epoch, run.step, dist.get_rank())
+        optimizer.zero_grad()
+        compute_gradients(model, run, images, labels, metrics, args.batch_size)
+        optimizer.step()
+        scheduler.step()
+        run.step += 1
+        show(bar, metrics)
     bar.close()
     # BatchNorm's running statistics are each rank's own: all take those of rank 0.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
-    agree(run, metrics, checkpoints, monitor, args, save=True)
+    agree(run, metrics, 0.0, checkpoints, watch, args, save=True)
     return metrics
 
 
-def agree(
-    run: Run,
-    metrics: Tensor,
-    checkpoints,
-    monitor,
-    args: argparse.Namespace,
-    save=False,
-) -> int:
+def compute_gradients(
+    model, run: Run, images: Tensor, labels: Tensor, metrics: Tensor, batch_size: int
+) -> None:
+    """Compute the gradients of a step, in parts of `batch_size` images or fewer.
+
+    Ranks may have shares of different sizes, and every image of a step weighs the same.
+    """
+    world_size = dist.get_world_size()
+    largest_share = math.ceil(run.global_batch_size / world_size)
+    parts = min(math.ceil(largest_share / batch_size), len(images))
+    pairs = zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True)
+    for number, (images, labels) in enumerate(pairs, 1):
+        # One all-reduce of the gradients a step is enough: after its last part.
+        with contextlib.nullcontext() if number == parts else model.no_sync():
+            with torch.autocast(images.device.type, torch.bfloat16, has_bfloat16()):
+                logits = model(normalize(images))
+                losses = F.cross_entropy(
+                    logits, labels, label_smoothing=0.1, reduction="sum"
+                )
+            # DDP divides by the number of ranks.
+            (losses * world_size / run.global_batch_size).backward()
+        measure(metrics, logits.detach(), labels)
+
+
+def agree(run: Run, metrics, pace: float, checkpoints, watch, args, save=False) -> int:
     """Let the ranks decide together whether to stop or to save.
 
-    Return the steps until they do it again.
+    `pace` is in steps a second. Return the steps until they do it again.
     """
-    mine = [
-        checkpoint.stop_requested(),
-        checkpoints.age() > 60 * args.save_minutes,
-        monitor.pace(run),
-    ]
-    sums = torch.cat(
-        (metrics, torch.tensor(mine, dtype=torch.float64, device=metrics.device))
-    )
+    due = checkpoints.age() > 60 * args.save_minutes
+    mine = torch.tensor([checkpoint.stop_requested(), due, pace]).to(metrics)
+    sums = torch.cat((metrics, mine))
     dist.all_reduce(sums)
     loss, correct, samples, stop, due, pace = sums.tolist()
     if not math.isfinite(loss):
-        fail(
+        raise RunError(
             f"the loss is {loss} before step {run.step} of epoch {run.epoch}: "
             "nothing of it is saved; "
-            "try a smaller --learning-rate, or look at the data",
-            together=True,
-        )
-    if samples and not save:  # else main() does
-        monitor.log(
-            run, {"train/loss": loss / samples, "train/accuracy": correct / samples}
+            "try a smaller --learning-rate, or look at the data"
         )
     run.metrics = sums[:3].cpu()
-    if save or stop or due or run.step % args.save_steps == 0 < run.step:
-        checkpoints.save(run.state_dict())
+    if samples and not save:  # else main() does
+        values = {"train/loss": loss / samples, "train/accuracy": correct / samples}
+        watch.log(run.scheduler.last_epoch, values)
+    if save or stop or due or 0 == run.step % args.save_steps < run.step:
+        with watch.paused():
+            checkpoints.save(run)
     if stop:
-        checkpoints.finish()
-        logging.info(
-            f"Asked to stop: saved step {run.step} of epoch {run.epoch}, "
-            "to go on from there"
-        )
-        monitor.close()
-        dist.barrier()
-        dist.destroy_process_group()
-        sys.exit(checkpoint.REQUEUE)
+        leave(run, watch)
     # Again in 20 steps, or in two seconds: a signal leaves little time.
-    soon = max(1, min(20, int(2 * dist.get_world_size() / pace) if pace else 1))
+    soon = max(1, min(20, int(2 * pace / dist.get_world_size())))
     return min(soon, args.save_steps - run.step % args.save_steps)
 
 
+def leave(run: Run, watch: Watch) -> None:
+    """End this process, as all the others do: the run is saved, and goes on later."""
+    logging.info(
+        f"Asked to stop: saved step {run.step} of epoch {run.epoch}, "
+        "to go on from there"
+    )
+    watch.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(75)  # "try again later", in sysexits.h
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: DataLoader, monitor: Monitor) -> Tensor:
-    """Return the metrics of the model (see `measure`) over all samples."""
+def evaluate(model: nn.Module, run: Run, batches, watch: Watch) -> Tensor:
+    """Return the metrics of the model (see `measure`) over all the batches."""
     model.eval()
     device = next(model.parameters()).device
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in loader:
-        images, labels = (
-            tensor.to(device, non_blocking=True) for tensor in (images, labels)
-        )
+    for number, (images, labels) in enumerate(batches):
+        # The time limit may come. The epoch is saved: it goes on with its validation.
+        if number % 20 == 0 and checkpoint.any_rank_must_stop(device):
+            leave(run, watch)
         with torch.autocast(device.type, torch.bfloat16, has_bfloat16()):
             logits = model(normalize(images))
         measure(metrics, logits, labels)
-        monitor.tick()
     return metrics
 
 
@@ -477,7 +432,7 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
 
 
 def build_optimizer(
-    model: nn.Module, args: argparse.Namespace, global_batch_size: int, steps: int
+    model, args: argparse.Namespace, global_batch_size: int, steps: int
 ):
     """Return SGD and its one-cycle schedule, which is moved on after every step.
 
@@ -487,22 +442,14 @@ def build_optimizer(
     """
     # The rate follows the global batch: linear scaling, Goyal et al. 2017.
     learning_rate = args.learning_rate * global_batch_size / 256
-    parameters = [
-        parameter for parameter in model.parameters() if parameter.requires_grad
-    ]
+    parameters = [weight for weight in model.parameters() if weight.requires_grad]
+    decayed = [weight for weight in parameters if weight.ndim > 1]
+    others = [weight for weight in parameters if weight.ndim <= 1]  # biases and norms
     optimizer = torch.optim.SGD(
-        [
-            {
-                "params": [p for p in parameters if p.ndim > 1],
-                "weight_decay": args.weight_decay,
-            },
-            {
-                "params": [p for p in parameters if p.ndim <= 1],
-                "weight_decay": 0.0,
-            },  # biases and norms
-        ],
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
         lr=learning_rate,
         momentum=0.875,
+        weight_decay=args.weight_decay,
         fused=True,
     )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
@@ -521,8 +468,7 @@ def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
     if steps == 0:
         fail(
             f"a step takes {global_batch_size} samples and there are only {samples} "
-            f"to train on: choose --batch-size {samples // world_size} or less",
-            together=True,
+            f"to train on: choose --batch-size {samples // world_size} or less"
         )
     return steps
 
@@ -556,21 +502,9 @@ def setup_logging() -> None:
     )
 
 
-def fail(message: str, together: bool = False) -> None:
-    """End this process with one line that says why.
-
-    With all the others at once, rank 0 says it for them.
-    """
-    if mark := checkpoint.training_mark():  # job.sh need not try again
-        with contextlib.suppress(FileNotFoundError):
-            mark.rename(mark.with_suffix(".failed"))
-    if not together or dist.get_rank() == 0:
-        # In one piece: other processes may write there, too.
-        sys.stderr.write(f"main.py: error: {message}\n")
-    if together:
-        dist.barrier()
-        dist.destroy_process_group()
-    sys.exit(1)
+def fail(message: str) -> None:
+    """End this process with one line that says why."""
+    sys.exit(f"main.py: error: {message}")
 
 
 def normalize(images: Tensor) -> Tensor:
@@ -588,8 +522,11 @@ def mean_and_std(device: torch.device) -> Tensor:
 if __name__ == "__main__":
     try:
         main()
-    except checkpoint.RunError as error:  # on all ranks
-        fail(str(error), together=True)
+    except RunError as error:  # on all ranks: rank 0 says it
+        if dist.get_rank() == 0:
+            print(f"main.py: error: {error}", file=sys.stderr, flush=True)
+        dist.barrier()
+        sys.exit(1)
     except BadPicture as error:
         # From a DataLoader worker it comes with a traceback, which ends in its text.
         fail(str(error).strip().split("BadPicture: ")[-1])

@@ -395,4 +395,4 @@ class User(Jobs):
 
     def warn(self, job: str) -> None:
         """Send the signal that Slurm sends before the time limit, as it does."""
-        assert self.run(["scancel", "--batch", "--signal=USR1", job]).exit_code == 0
+        assert self.run(["scancel", "--signal=USR1", job]).exit_code == 0
