@@ -53,7 +53,7 @@ def test_stranger_at_the_port(user, undisturbed, when):
 def test_quotes_and_spaces(user, tmp_path, undisturbed):
     """Any character may be in a path. (The repository's has a space, too.)"""
     name = """a 'single' and a "double" quote, $HOME, `date`, a*? and \\"""
-    folder, source, data = (
+    folder, source, disk = (
         tmp_path / name,
         tmp_path / f"from {name}",
         Path("/tmp", name),
@@ -63,11 +63,13 @@ def test_quotes_and_spaces(user, tmp_path, undisturbed):
         *EPOCHS,
         f"--checkpoint-dir={folder}",
         IMAGENET_DIR=str(source),
-        DATA_DIR=str(data),
+        SLURM_TMPDIR=str(disk),
     )
-    on_node1 = [*user.cluster.namespaces("node1"), "test", "-e", data / "staging.json"]
-    user.until_found(job, lambda: user.run(on_node1).exit_code == 0, "data", 60, 0.01)
     result = user.wait(job)
+    for node in ("node1", "node2"):
+        on_node = user.cluster.namespaces(node)
+        assert user.run([*on_node, "test", "-d", disk / "data"]).exit_code == 0
+        user.run([*on_node, "rm", "-r", disk])
     assert weights(result) == undisturbed
     assert (folder / "best.pt").exists()
 
@@ -161,7 +163,6 @@ def test_many_short_jobs(user, count, at_once):
         "--model=dummy",
         "--workers=0",
         flags=flags,
-        DATA_DIR="/tmp/shared by many",
     )
     results = [
         user.wait(f"{array}_{task}", timeout=3000) for task in range(1, count + 1)

@@ -75,6 +75,8 @@ def test_requeue_by_hand(user, undisturbed):
     rank = user.pid("node1", "main.py")
     user.until_file(job, "*-step-000003.pt")
     stop(rank)
+    # What another cluster's habits may send to job.sh does not end it.
+    assert user.run(["scancel", "--batch", "--signal=USR1", job]).exit_code == 0
     assert user.run(["scontrol", "requeue", job]).exit_code == 0
     node1 = user.cluster.namespaces("node1")
 

@@ -58,7 +58,7 @@ class Monkey:
 
     def fault_warn(self, job):
         """the warning before the time limit"""
-        self.user.run(["scancel", "--batch", "--signal=USR1", job])
+        self.user.run(["scancel", "--signal=USR1", job])
 
     def fault_requeue(self, job):
         """scontrol requeue"""
