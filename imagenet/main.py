@@ -120,8 +120,6 @@ def main() -> None:
     device = setup_distributed()
     if device.type == "cpu":
         logging.warning("warning: no GPU found, training on the CPU")
-        if args.sync_batchnorm:
-            raise RunError("--sync-batchnorm needs GPUs: leave it out")
 
     check_same_data(train_set, valid_set)
     world_size = dist.get_world_size()
@@ -157,21 +155,29 @@ def main() -> None:
         del saved  # or it takes as much memory as the model, to the end
     watch = Watch(checkpoints.folder, device, args, run.scheduler.last_epoch)
     checkpoint.catch_stop_signals()
+    loaders = (train_loader, valid_loader)
+    run_epochs(ddp_model, run, loaders, steps, device, checkpoints, watch, args)
 
+
+def run_epochs(
+    ddp_model, run: Run, loaders, steps: int, device, checkpoints, watch: Watch, args
+) -> None:
+    """Train and validate until the last epoch is done."""
+    train_loader, valid_loader = loaders
     for epoch in range(run.epoch, args.epochs + 1):
         start = time.perf_counter()
         first_step = run.step  # 0, unless this start is in the middle of an epoch
         batches = watch.batches(training_batches(train_loader, run, device))
         bar = progress(epoch, steps - first_step)
         metrics = train(ddp_model, run, batches, bar, checkpoints, watch, args)
-        train_loss, train_accuracy = average(metrics, steps * global_batch_size)
+        train_loss, train_accuracy = average(metrics, steps * run.global_batch_size)
         seconds = time.perf_counter() - start
-        rate = (steps - first_step) * global_batch_size / seconds
+        rate = (steps - first_step) * run.global_batch_size / seconds
         usage = watch.usage(seconds)
         batches = evaluation_batches(valid_loader, args.batch_size, device)
-        metrics = evaluate(model, run, watch.batches(batches), watch)
-        valid_loss, valid_accuracy = average(metrics, len(valid_set))
-        samples_to_go = (args.epochs - epoch) * len(train_set)
+        metrics = evaluate(run.model, run, watch.batches(batches), watch)
+        valid_loss, valid_accuracy = average(metrics, len(valid_loader.dataset))
+        samples_to_go = (args.epochs - epoch) * len(train_loader.dataset)
         logging.info(
             f"Epoch {epoch}: "
             f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
@@ -179,17 +185,14 @@ def main() -> None:
             f"{rate:.0f} images/s"
             f"{usage}{checkpoint.requeues_to_go(samples_to_go, rate)}"
         )
-        values = {"train/loss": train_loss, "train/accuracy": train_accuracy}
-        values |= {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy}
+        values = {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy}
         watch.log(run.scheduler.last_epoch, values | {"images/s": rate})
         if valid_accuracy > run.best_accuracy:
             checkpoints.mark_best(run, valid_accuracy)
         run.start_epoch(epoch + 1)
-    sha256 = checkpoint.digest(model.state_dict())
+    sha256 = checkpoint.digest(run.model.state_dict())
     logging.info(f"Weights SHA-256 {sha256}, commit {checkpoint.commit()}")
-    watch.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(watch)
 
 
 def check_task() -> None:
@@ -283,11 +286,10 @@ def train(
     if dist.get_rank() == 0:  # which counts what was done before this start
         metrics += run.metrics.to(device)
     optimizer, scheduler = run.optimizer, run.scheduler
-    start, first_step, next_agreement = time.perf_counter(), run.step, run.step
+    next_agreement = run.step
     for images, labels in batches:
         if run.step == next_agreement:
-            pace = (run.step - first_step) / (time.perf_counter() - start)
-            next_agreement += agree(run, metrics, pace, checkpoints, watch, args)
+            next_agreement += agree(run, metrics, checkpoints, watch, args)
         # For models with dropout.
         seed_torch(args.seed, run.epoch, run.step, dist.get_rank())
         optimizer.zero_grad()
@@ -300,7 +302,7 @@ def train(
     # BatchNorm's running statistics are each rank's own: all take those of rank 0.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
-    agree(run, metrics, 0.0, checkpoints, watch, args, save=True)
+    agree(run, metrics, checkpoints, watch, args, save=True)
     return metrics
 
 
@@ -328,13 +330,15 @@ def compute_gradients(
         measure(metrics, logits.detach(), labels)
 
 
-def agree(run: Run, metrics, pace: float, checkpoints, watch, args, save=False) -> int:
+def agree(
+    run: Run, metrics, checkpoints: Checkpoints, watch: Watch, args, save=False
+) -> int:
     """Let the ranks decide together whether to stop or to save.
 
-    `pace` is in steps a second. Return the steps until they do it again.
+    Return the steps until they do it again.
     """
     due = checkpoints.age() > 60 * args.save_minutes
-    mine = torch.tensor([checkpoint.stop_requested(), due, pace]).to(metrics)
+    mine = torch.tensor([checkpoint.stop_requested(), due, watch.pace()]).to(metrics)
     sums = torch.cat((metrics, mine))
     dist.all_reduce(sums)
     loss, correct, samples, stop, due, pace = sums.tolist()
@@ -345,7 +349,7 @@ def agree(run: Run, metrics, pace: float, checkpoints, watch, args, save=False) 
             "try a smaller --learning-rate, or look at the data"
         )
     run.metrics = sums[:3].cpu()
-    if samples and not save:  # else main() does
+    if samples:
         values = {"train/loss": loss / samples, "train/accuracy": correct / samples}
         watch.log(run.scheduler.last_epoch, values)
     if save or stop or due or 0 == run.step % args.save_steps < run.step:
@@ -364,10 +368,14 @@ def leave(run: Run, watch: Watch) -> None:
         f"Asked to stop: saved step {run.step} of epoch {run.epoch}, "
         "to go on from there"
     )
+    finish(watch)
+    sys.exit(75)  # "try again later", in sysexits.h
+
+
+def finish(watch: Watch) -> None:
     watch.close()
     dist.barrier()
     dist.destroy_process_group()
-    sys.exit(75)  # "try again later", in sysexits.h
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """What watches a training, for main.py, until watch.py is rebuilt."""
 
 import contextlib
+import time
 
 from monitor import Monitor
 
@@ -11,6 +12,7 @@ class Watch(Monitor):
 
     def batches(self, batches):
         batches = iter(batches)
+        self.begun, self.steps = time.perf_counter(), 0
         while True:
             self.stopwatch.batch_wanted()
             batch = next(batches, None)
@@ -18,8 +20,12 @@ class Watch(Monitor):
             if batch is None:
                 return
             yield batch
+            self.steps += 1
             self.hangs.tick()
             self.profiler.step()
+
+    def pace(self):
+        return self.steps / (time.perf_counter() - self.begun)
 
     @contextlib.contextmanager
     def paused(self):
