@@ -40,7 +40,7 @@ forget_other_jobs
 # With all the CPUs that the job has there.
 on_each_node() {
     env -u SLURM_CPUS_PER_TASK srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-        --cpu-bind=none "$@"
+        --cpu-bind=none --kill-on-bad-exit=1 "$@"
 }
 # The data goes to the node's own disk: to SLURM_TMPDIR if the cluster sets it, else to a
 # folder that this script makes and removes. After scancel or the time limit, it may stay.
