@@ -101,7 +101,7 @@ export WORK_DIR=$PWD SYNC_FLAGS=--locked
 export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
 if [ -n "$GIT_COMMIT" ]; then
     code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh") ||
-        fail "no commit $GIT_COMMIT of $PWD on $(hostname), see above: is that a shared disk?"
+        fail "no commit $GIT_COMMIT in $PWD on $(hostname): is that a shared disk?"
     eval "$code_checkpointing"
 else
     # Once, here: tasks that all do this at the same time get in each other's way.
