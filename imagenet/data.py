@@ -1,7 +1,10 @@
-"""What a rank trains on: which samples, in which order, decoded by its processes."""
+"""What a rank trains on: the images of a split, in which order, and their decoding."""
 
 import argparse
 import atexit
+import hashlib
+import itertools
+import json
 import math
 import mmap
 import multiprocessing.util
@@ -9,17 +12,192 @@ import os
 import signal
 import socket
 import tempfile
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from checkpoint import Run, RunError, ignore_signals
-from prepare_data import Pictures, Synthetic
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision.io import decode_image
 from torchvision.transforms import v2
+
+# torchvision 0.29 hands decoding over to another package,
+# and would say so at every image.
+warnings.filterwarnings(
+    "ignore", "The image decoding and encoding capabilities", DeprecationWarning
+)
+
+
+class BadImage(RuntimeError):
+    """An image that cannot be decoded; its text is one line that names it."""
+
+
+class Images:
+    """The images of a split, "train" or "val", as prepare_data.py has staged them.
+
+    A tree of class folders, train/CLASS/IMAGE and val/CLASS/IMAGE, will do, too.
+    `labels` are int32, in the order of the classes' names. Processes share the index
+    and the file, and no position in it: it may be forked. Pickled, it is a path.
+    """
+
+    def __init__(self, data_dir: Path, split: str, index: np.ndarray | None = None):
+        self.data_dir, self.split = Path(data_dir), split
+        self.archive: str | None = None  # that the images are in, if they are in one
+        self.staged = (self.data_dir / "index.json").exists()
+        if self.staged:
+            staged = json.loads((self.data_dir / "index.json").read_text())
+            self.classes = staged["classes"]
+            self.archive = staged["archives"][split]
+            index = np.load(self.data_dir / f"{split}.npy", mmap_mode="r")
+        elif all((self.data_dir / name).is_dir() for name in ("train", "val")):
+            folders = os.scandir(self.data_dir / "train")
+            self.classes = sorted(entry.name for entry in folders if entry.is_dir())
+            if index is None:
+                index = scan(self.data_dir / split, self.classes)
+        else:
+            raise FileNotFoundError(
+                f"no data in {self.data_dir.absolute()}: "
+                "for job.sh, set IMAGENET_DIR to the archives; "
+                "else run prepare_data.py on every node; or use --synthetic"
+            )
+        self.index = index
+        self.labels = np.ascontiguousarray(index["label"])
+        if self.archive:
+            self.file = open(self.data_dir / self.archive, "rb")
+
+    def __reduce__(self):
+        # To scan a tree takes long; to load an index does not.
+        index = None if self.staged else self.index
+        return Images, (self.data_dir, self.split, index)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A checksum of names, labels and sizes, the same however they are staged."""
+        digest = hashlib.sha256("\n".join(self.classes).encode())
+        for field in ("name", "label", "size"):
+            digest.update(self.index[field].tobytes())
+        return digest.hexdigest()
+
+    def name(self, i: int) -> str:
+        class_name = self.classes[self.labels[i]]
+        name = f"{self.split}/{class_name}/{os.fsdecode(self.index['name'][i])}"
+        return f"{self.archive}: {name}" if self.archive else f"{self.data_dir}/{name}"
+
+    def read(self, i: int) -> Tensor:
+        """Return an image: RGB, uint8, of shape (3, height, width).
+
+        Raises BadImage.
+        """
+        _, _, offset, size, packed = self.index[i].tolist()
+        try:
+            if self.archive:
+                return decode(read_bytes(self.file, offset, size, packed))
+            with open(self.name(i), "rb") as file:
+                return decode(read_bytes(file, offset, size, packed))
+        except (OSError, RuntimeError, zlib.error) as error:
+            reason = str(error).splitlines()[0]
+            raise BadImage(
+                f"cannot decode image {self.name(i)} on {socket.gethostname()}: "
+                f"{reason}"
+            ) from None
+
+
+def read_bytes(file, offset: int, size: int, packed: int) -> bytearray:
+    """Return a file in an archive, which is deflated there if `packed` is its size."""
+    data = bytearray(packed or size)
+    count = os.preadv(file.fileno(), [data], offset)
+    if packed:
+        data = bytearray(zlib.decompress(data, wbits=-zlib.MAX_WBITS))
+    if count != (packed or size) or len(data) != size:
+        raise OSError(f"it has not the {size} bytes that it had when it was staged")
+    return data
+
+
+def decode(data: bytearray) -> Tensor:
+    """Return the pixels of a JPEG or PNG: RGB, uint8, of shape (3, height, width)."""
+    pixels = decode_image(torch.frombuffer(data, dtype=torch.uint8), "RGB")
+    # A PNG may have 16 bits.
+    return v2.functional.to_dtype(pixels, torch.uint8, scale=True)
+
+
+def scan(folder: Path, classes: list[str]) -> np.ndarray:
+    """Return the index of a tree of class folders, as prepare_data.py writes it."""
+
+    def scan_class(label: int) -> list[tuple]:
+        rows = []
+        for path, _, names in os.walk(folder / classes[label]):
+            for name in names:
+                suffix = name.lower().endswith((".jpg", ".jpeg", ".png"))
+                if suffix and not name.startswith("."):
+                    file = os.path.join(path, name)
+                    name = os.path.relpath(file, folder / classes[label])
+                    rows.append((label, name.encode(), 0, os.path.getsize(file), 0))
+        return sorted(rows)
+
+    # A network disk answers slowly, but many at a time.
+    with ThreadPoolExecutor(32) as threads:
+        found = list(threads.map(scan_class, range(len(classes))))
+    rows = list(itertools.chain.from_iterable(found))
+    if not rows:
+        raise FileNotFoundError(f"{folder} has no images in class folders")
+    fields = [("label", "i4"), ("name", f"S{max(len(row[1]) for row in rows)}")]
+    fields += [("offset", "i8"), ("size", "i8"), ("packed", "i8")]
+    return np.array(rows, fields)
+
+
+class Synthetic:
+    """Images to learn from, drawn from a seed.
+
+    Each class is a plaid of its own, hidden in noise.
+    Another seed gives other images of the same classes.
+    """
+
+    def __init__(
+        self, samples: int, classes: int, seed: int = 0, resolution: int = 256
+    ):
+        self.arguments = samples, classes, seed, resolution
+        self.classes = [f"plaid {i}" for i in range(classes)]
+        self.labels = np.arange(samples, dtype=np.int32) % classes
+        self.fingerprint = f"synthetic {self.arguments}"
+        self.longest = resolution + resolution // 4
+        generator = torch.Generator().manual_seed(0)
+        stripes = torch.rand(2, classes * 3, 1, 8, generator=generator)
+        stripes = [F.interpolate(s, self.longest, mode="linear") for s in stripes]
+        rows, columns = ((s * 64).byte().view(classes, 3, -1) for s in stripes)
+        self.rows, self.columns = rows[:, :, :, None], columns[:, :, None, :]
+        self.noise = torch.randint(
+            128, (3 * self.longest**2 + 2**16,), dtype=torch.uint8, generator=generator
+        )
+
+    def __reduce__(self):
+        return Synthetic, self.arguments
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, i: int) -> str:
+        return f"synthetic image {i}"
+
+    def read(self, i: int) -> Tensor:
+        _, _, seed, resolution = self.arguments
+        rng = np.random.default_rng((seed, i))
+        height, width = rng.integers(
+            resolution, self.longest, size=2, endpoint=True
+        ).tolist()
+        start, label = int(rng.integers(2**16)), self.labels[i]
+        noise = self.noise[start : start + 3 * height * width].view(3, height, width)
+        return noise + self.rows[label, :, :height] + self.columns[label, :, :, :width]
 
 
 class RandomResizedCrop(v2.RandomResizedCrop):
@@ -33,11 +211,11 @@ class RandomResizedCrop(v2.RandomResizedCrop):
 
 
 class Augmented(Dataset):
-    """Pictures as a step takes them, uint8 in (3, size, size), and their classes."""
+    """Images as a step takes them, uint8 in (3, size, size), and their classes."""
 
     def __init__(
         self,
-        pictures: Pictures | Synthetic,
+        pictures: Images | Synthetic,
         limit: int | None,
         args: argparse.Namespace,
     ):
@@ -96,7 +274,7 @@ class SharedBatch:
 def receive(
     duplicate: DupFd, shape: tuple[int, ...], labels: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return uint8 pictures, of shape (samples, 3, size, size), and their classes."""
+    """Return uint8 images, of shape (samples, 3, size, size), and their classes."""
     try:
         memory = duplicate.detach()
     except (ConnectionError, EOFError) as error:
@@ -165,8 +343,8 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
             valid = Synthetic(args.limit_valid_samples or 256, 10, 1, size)
         else:
             train, valid = (
-                Pictures(args.data_dir, "train"),
-                Pictures(args.data_dir, "valid"),
+                Images(args.data_dir, "train"),
+                Images(args.data_dir, "val"),
             )
     except (OSError, ValueError) as error:
         problem = f"on {socket.gethostname()}: {error}"

@@ -18,9 +18,8 @@ import checkpoint
 import torch
 import torch.distributed as dist
 from checkpoint import Checkpoints, Run
-from data import build_loaders, load_data, seed_torch
+from data import BadImage, build_loaders, load_data, seed_torch
 from monitor import Monitor
-from prepare_data import BadPicture
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -590,6 +589,6 @@ if __name__ == "__main__":
         main()
     except checkpoint.RunError as error:  # on all ranks
         fail(str(error), together=True)
-    except BadPicture as error:
+    except BadImage as error:
         # From a DataLoader worker it comes with a traceback, which ends in its text.
-        fail(str(error).strip().split("BadPicture: ")[-1])
+        fail(str(error).strip().split("BadImage: ")[-1])

@@ -1,0 +1,338 @@
+"""What lies where in an archive, and whether it is whole.
+
+Archives are ImageNet's three, Tiny ImageNet's zip, or a zip or tar of class folders.
+"""
+
+import collections
+import os
+import socket
+import stat
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+TRAIN = "ILSVRC2012_img_train.tar"  # a tar of a tar for each class
+VAL = "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+TINY_IMAGENET = "tiny-imagenet-200.zip"
+# The splits, by the names that their folders may have in an archive.
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
+IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PN")  # the first bytes of a JPEG, of a PNG
+TAR_END = bytes(1024)  # two empty blocks
+HOST = socket.gethostname().split(".")[0]
+
+
+class StagingError(Exception):
+    """What a user can put right; its text is one line that says how."""
+
+
+class Source(NamedTuple):
+    """A data set's archives. Without `devkit`, one archive has both splits."""
+
+    train: Path
+    val: Path
+    devkit: Path | None = None
+
+    def paths(self) -> list[Path]:
+        return sorted({path for path in self if path})
+
+
+class Member(NamedTuple):
+    """A file in an archive.
+
+    An image has the name train/CLASS/NAME or val/CLASS/NAME, whatever it is called in
+    the archive. If it is deflated there, `packed` is its size in the archive, else 0.
+    """
+
+    name: str
+    offset: int
+    size: int
+    packed: int = 0
+
+
+class Devkit(NamedTuple):
+    """What ImageNet's development kit says about the images."""
+
+    train_counts: dict[str, int]  # images of each class
+    val_classes: list[str]  # of each image, in the order of their names
+
+
+def find_source(path: Path) -> Source:
+    """Return the archives that `path` names or has."""
+    if path.name in (TRAIN, VAL, DEVKIT):
+        path = path.parent
+    imagenet = Source(path / TRAIN, path / VAL, path / DEVKIT)
+    missing = [archive for archive in imagenet if not archive.exists()]
+    if not missing:
+        return imagenet
+    if len(missing) < len(imagenet):
+        raise StagingError(f"{path} on {HOST} has no {missing[0].name}")
+    if path.is_dir():
+        found = [*path.glob("*.zip"), *path.glob("*.tar")]
+        if len(found) != 1:
+            raise StagingError(
+                f"{path} on {HOST} has {len(found)} archives, and no {TRAIN}: "
+                "name one archive with --source or IMAGENET_DIR"
+            )
+        path = found[0]
+    if not path.exists():
+        raise StagingError(
+            f"there is no {path} on {HOST}: "
+            "name the archives with --source or IMAGENET_DIR"
+        )
+    if path.suffix not in (".zip", ".tar"):
+        raise StagingError(f"{path} is no .zip and no .tar: unpack a compressed tar")
+    return Source(path, path)
+
+
+def list_class_tars(archive: Path) -> list[Member]:
+    """Return the tars of the classes, if it is ImageNet's training set."""
+    if archive.name != TRAIN:
+        return []
+    with open(archive, "rb") as file:
+        return list_tar(file, str(archive), archive.stat().st_size)
+
+
+def list_class(file: BinaryIO, archive: Path, class_tar: Member) -> list[Member]:
+    """Return the images of a class of ImageNet's training set."""
+    file.seek(class_tar.offset)
+    archive_name = f"{archive}: {class_tar.name}"
+    members = list_tar(file, archive_name, class_tar.offset + class_tar.size)
+    check_starts(file, archive_name, members)
+    folder = f"train/{class_tar.name.removesuffix('.tar')}"
+    return [member._replace(name=f"{folder}/{member.name}") for member in members]
+
+
+def list_images(file: BinaryIO, archive: Path, devkit: Devkit | None) -> list[Member]:
+    """Return the images of any archive but ImageNet's training set.
+
+    `file` is the archive or a copy of it; errors name the archive.
+    """
+    if archive.suffix == ".zip":
+        members = list_zip(file, archive)
+    else:
+        members = list_tar(file, str(archive), os.fstat(file.fileno()).st_size)
+    if devkit:
+        check_starts(file, str(archive), members)
+        return label_val(members, archive, devkit)
+    in_archive = [member for member in members if is_image(member.name)]
+    check_starts(file, str(archive), in_archive)
+    images = find_class_folders(in_archive) or hold_out(in_archive, archive)
+    if archive.name == TINY_IMAGENET:
+        images = label_tiny_val(images, members, file)
+    return images
+
+
+def list_tar(file: BinaryIO, archive_name: str, end: int) -> list[Member]:
+    """Return the files in the tar that lies from the file's position to `end`."""
+    members = []
+    last_name = "its start"
+    whole = False
+    try:
+        tar = tarfile.open(fileobj=file, mode="r:")
+        while info := tar.next():
+            tar.members.clear()  # it would keep a kilobyte of each
+            check_member(info.name, archive_name, info.isfile() or info.isdir())
+            if info.isfile():
+                members.append(Member(info.name, info.offset_data, info.size))
+            last_name = info.name
+        # tarfile takes a damaged header for the end.
+        file.seek(tar.offset)
+        whole = file.read(len(TAR_END)) == TAR_END and file.tell() <= end
+    except tarfile.TarError:
+        pass
+    if not whole:
+        raise StagingError(
+            f"{archive_name} is cut or damaged after {last_name}: fetch it again"
+        )
+    return members
+
+
+def list_zip(file: BinaryIO, archive: Path) -> list[Member]:
+    """Return the files in a zip."""
+    members = []
+    try:
+        listed = zipfile.ZipFile(file).infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise StagingError(f"{archive} is damaged: {error}: fetch it again") from None
+    for info in listed:
+        kind = stat.S_IFMT(info.external_attr >> 16)
+        regular = kind in (0, stat.S_IFREG, stat.S_IFDIR)
+        check_member(info.filename, str(archive), regular)
+        # The bytes lie after this header and two fields, whose sizes it has. If bytes
+        # are missing before the zip's directory, offsets there become negative.
+        header = os.pread(file.fileno(), 30, max(info.header_offset, 0))
+        if info.header_offset < 0 or header[:4] != b"PK\3\4":
+            raise StagingError(
+                f"{archive} is cut or damaged at {info.filename}: fetch it again"
+            )
+        fields = sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        offset = info.header_offset + 30 + fields
+        packed = info.compress_size
+        if info.compress_type == zipfile.ZIP_STORED:
+            packed = 0
+        if not info.is_dir():
+            members.append(Member(info.filename, offset, info.file_size, packed))
+    return members
+
+
+def find_class_folders(members: list[Member]) -> list[Member]:
+    """Return the images in [any/folder/]train/CLASS/[any/folder/], and in val."""
+    images = []
+    for member in members:
+        folders = PurePosixPath(member.name).parts
+        for i, folder in enumerate(folders[:-2]):
+            if folder in SPLITS:
+                name = "/".join([SPLITS[folder], *folders[i + 1 :]])
+                images.append(member._replace(name=name))
+                break
+    return images
+
+
+def hold_out(members: list[Member], archive: Path) -> list[Member]:
+    """Return the images in [any/folder/]CLASS/, with every tenth one in val."""
+    print(
+        f"{HOST}: {archive.name} has no train and val folders: "
+        "every tenth image of a class is held out",
+        flush=True,
+    )
+    folders = [os.path.dirname(member.name) for member in members]
+    root = os.path.commonpath(folders) if folders else ""
+    seen = collections.Counter()
+    images = []
+    for member in sorted(members):
+        path = PurePosixPath(member.name).relative_to(root)
+        if len(path.parts) > 1:
+            class_name = path.parts[0]
+            seen[class_name] += 1
+            split = "train" if seen[class_name] % 10 else "val"
+            images.append(member._replace(name=f"{split}/{path}"))
+    return images
+
+
+def label_tiny_val(
+    images: list[Member], members: list[Member], file: BinaryIO
+) -> list[Member]:
+    """Give Tiny ImageNet's validation images, all in one folder, their classes."""
+    text = ""
+    for member in members:
+        if member.name.endswith("/val_annotations.txt"):
+            text = read_member(file, member).decode()
+    class_of = dict(line.split("\t")[:2] for line in text.splitlines())
+    labeled = []
+    for image in images:
+        split, _, name = image.name.split("/", 2)
+        if split == "val":
+            class_name = class_of.pop(name, "no class")
+            image = image._replace(name=f"val/{class_name}/{name}")
+        labeled.append(image)
+    if class_of:
+        raise StagingError(f"{TINY_IMAGENET} has no image {min(class_of)}")
+    return labeled
+
+
+def label_val(members: list[Member], archive: Path, devkit: Devkit) -> list[Member]:
+    """Return ImageNet's validation images, named after their classes."""
+    labels = devkit.val_classes
+    if len(members) != len(labels):
+        raise StagingError(
+            f"{archive} has {len(members)} images, and {DEVKIT} {len(labels)} labels"
+        )
+    return [
+        member._replace(name=f"val/{label}/{member.name}")
+        for label, member in zip(labels, sorted(members), strict=True)
+    ]
+
+
+def read_devkit(archive: Path) -> Devkit:
+    """Return what ImageNet's development kit says about the images."""
+    from scipy.io import loadmat  # half a second, and for ImageNet only
+
+    folder = f"{DEVKIT.removesuffix('.tar.gz')}/data"
+    try:
+        with tarfile.open(archive) as tar:
+            meta = loadmat(tar.extractfile(f"{folder}/meta.mat"), squeeze_me=True)
+            truth = tar.extractfile(f"{folder}/ILSVRC2012_validation_ground_truth.txt")
+            numbers = [int(line) for line in truth]
+        # A synset with children is no class.
+        leaves = [s for s in np.atleast_1d(meta["synsets"]) if s["num_children"] == 0]
+        class_of = {leaf["ILSVRC2012_ID"]: str(leaf["WNID"]) for leaf in leaves}
+        counts = {str(leaf["WNID"]): int(leaf["num_train_images"]) for leaf in leaves}
+        return Devkit(counts, [class_of[number] for number in numbers])
+    except Exception as error:  # of tarfile, gzip, zlib, SciPy or NumPy
+        raise StagingError(f"{archive} is damaged: {error!r}: fetch it again") from None
+
+
+def read_member(file: BinaryIO, member: Member) -> bytes:
+    """Return a member's bytes. Raises StagingError if they are not all there."""
+    data = os.pread(file.fileno(), member.packed or member.size, member.offset)
+    if member.packed:
+        try:
+            data = zlib.decompress(data, wbits=-zlib.MAX_WBITS)
+        except zlib.error:
+            data = b""
+    if len(data) != member.size:
+        raise StagingError(f"{file.name} is damaged at {member.name}: fetch it again")
+    return data
+
+
+def check_member(name: str, archive_name: str, regular: bool) -> None:
+    """Refuse what would be written outside of a folder or break a line of the log."""
+    if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
+        raise StagingError(
+            f"{archive_name}: a member's name, {name!r}, "
+            "leads elsewhere or cannot be printed"
+        )
+    if not regular:
+        raise StagingError(f"{archive_name}: {name} is a link or a device: refused")
+
+
+def check_starts(file: BinaryIO, archive_name: str, images: list[Member]) -> None:
+    """Refuse what is no image, by its first bytes."""
+    for image in images:
+        start = os.pread(file.fileno(), 512 if image.packed else 3, image.offset)
+        if image.packed:
+            try:
+                inflater = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
+                start = inflater.decompress(start, 3)
+            except zlib.error:
+                start = b""
+        if start not in IMAGE_STARTS:
+            raise StagingError(
+                f"{archive_name}: {image.name} is no JPEG and no PNG: "
+                "convert it, or take it out"
+            )
+
+
+def check_images(images: list[Member], source: Source, devkit: Devkit | None) -> None:
+    """Are there images of each class, and as many as the development kit says?"""
+    counts = {"train": collections.Counter(), "val": collections.Counter()}
+    for image in images:
+        split, class_name, _ = image.name.split("/", 2)
+        counts[split][class_name] += 1
+    for split, archive in (("train", source.train), ("val", source.val)):
+        if not counts[split]:
+            raise StagingError(f"{archive} has no {split} images in class folders")
+    if unknown := counts["val"].keys() - counts["train"].keys():
+        raise StagingError(
+            f"{source.val} has val images of {min(unknown)}, and none to train on"
+        )
+    wanted = devkit.train_counts if devkit else counts["train"]
+    for name in sorted(counts["train"].keys() | wanted.keys()):
+        if counts["train"][name] != wanted.get(name, 0):
+            raise StagingError(
+                f"{source.train} has {counts['train'][name]} images of {name}, "
+                f"and {DEVKIT} says {wanted.get(name, 0)}"
+            )
+
+
+def is_image(name: str) -> bool:
+    """Is it an image, and not in a hidden folder or in what macOS adds to a zip?"""
+    folders = PurePosixPath(name).parts
+    hidden = any(folder.startswith((".", "__MACOSX")) for folder in folders)
+    return name.lower().endswith(IMAGE_SUFFIXES) and not hidden
