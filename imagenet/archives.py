@@ -67,11 +67,8 @@ def find_source(path: Path) -> Source:
     if path.name in (TRAIN, VAL, DEVKIT):
         path = path.parent
     imagenet = Source(path / TRAIN, path / VAL, path / DEVKIT)
-    missing = [archive for archive in imagenet if not archive.exists()]
-    if not missing:
+    if any(archive.exists() for archive in imagenet):
         return imagenet
-    if len(missing) < len(imagenet):
-        raise StagingError(f"{path} on {HOST} has no {missing[0].name}")
     if path.is_dir():
         found = [*path.glob("*.zip"), *path.glob("*.tar")]
         if len(found) != 1:
@@ -201,17 +198,14 @@ def hold_out(members: list[Member], archive: Path) -> list[Member]:
         "every tenth image of a class is held out",
         flush=True,
     )
-    folders = [os.path.dirname(member.name) for member in members]
-    root = os.path.commonpath(folders) if folders else ""
     seen = collections.Counter()
     images = []
     for member in sorted(members):
-        path = PurePosixPath(member.name).relative_to(root)
-        if len(path.parts) > 1:
-            class_name = path.parts[0]
+        path = PurePosixPath(member.name)
+        if class_name := path.parent.name:
             seen[class_name] += 1
             split = "train" if seen[class_name] % 10 else "val"
-            images.append(member._replace(name=f"{split}/{path}"))
+            images.append(member._replace(name=f"{split}/{class_name}/{path.name}"))
     return images
 
 
@@ -219,20 +213,18 @@ def label_tiny_val(
     images: list[Member], members: list[Member], file: BinaryIO
 ) -> list[Member]:
     """Give Tiny ImageNet's validation images, all in one folder, their classes."""
-    text = ""
+    text = b""
     for member in members:
         if member.name.endswith("/val_annotations.txt"):
-            text = read_member(file, member).decode()
-    class_of = dict(line.split("\t")[:2] for line in text.splitlines())
+            text = read_member(file, member, member.size)
+    class_of = dict(line.split("\t")[:2] for line in text.decode().splitlines())
     labeled = []
     for image in images:
         split, _, name = image.name.split("/", 2)
         if split == "val":
-            class_name = class_of.pop(name, "no class")
+            class_name = class_of.get(name, "no class")
             image = image._replace(name=f"val/{class_name}/{name}")
         labeled.append(image)
-    if class_of:
-        raise StagingError(f"{TINY_IMAGENET} has no image {min(class_of)}")
     return labeled
 
 
@@ -249,8 +241,10 @@ def label_val(members: list[Member], archive: Path, devkit: Devkit) -> list[Memb
     ]
 
 
-def read_devkit(archive: Path) -> Devkit:
-    """Return what ImageNet's development kit says about the images."""
+def read_devkit(archive: Path | None) -> Devkit | None:
+    """Return what the development kit says about the images, if there is one."""
+    if archive is None:
+        return None
     from scipy.io import loadmat  # half a second, and for ImageNet only
 
     folder = f"{DEVKIT.removesuffix('.tar.gz')}/data"
@@ -268,17 +262,16 @@ def read_devkit(archive: Path) -> Devkit:
         raise StagingError(f"{archive} is damaged: {error!r}: fetch it again") from None
 
 
-def read_member(file: BinaryIO, member: Member) -> bytes:
-    """Return a member's bytes. Raises StagingError if they are not all there."""
-    data = os.pread(file.fileno(), member.packed or member.size, member.offset)
-    if member.packed:
-        try:
-            data = zlib.decompress(data, wbits=-zlib.MAX_WBITS)
-        except zlib.error:
-            data = b""
-    if len(data) != member.size:
-        raise StagingError(f"{file.name} is damaged at {member.name}: fetch it again")
-    return data
+def read_member(file: BinaryIO, member: Member, size: int) -> bytes:
+    """Return the first `size` bytes of a member, or fewer if it is damaged."""
+    if not member.packed:
+        return os.pread(file.fileno(), size, member.offset)
+    enough = min(member.packed, 2 * size + 512)
+    packed = os.pread(file.fileno(), enough, member.offset)
+    try:
+        return zlib.decompressobj(wbits=-zlib.MAX_WBITS).decompress(packed, size)
+    except zlib.error:
+        return b""
 
 
 def check_member(name: str, archive_name: str, regular: bool) -> None:
@@ -295,14 +288,7 @@ def check_member(name: str, archive_name: str, regular: bool) -> None:
 def check_starts(file: BinaryIO, archive_name: str, images: list[Member]) -> None:
     """Refuse what is no image, by its first bytes."""
     for image in images:
-        start = os.pread(file.fileno(), 512 if image.packed else 3, image.offset)
-        if image.packed:
-            try:
-                inflater = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
-                start = inflater.decompress(start, 3)
-            except zlib.error:
-                start = b""
-        if start not in IMAGE_STARTS:
+        if read_member(file, image, 3) not in IMAGE_STARTS:
             raise StagingError(
                 f"{archive_name}: {image.name} is no JPEG and no PNG: "
                 "convert it, or take it out"
@@ -315,20 +301,18 @@ def check_images(images: list[Member], source: Source, devkit: Devkit | None) ->
     for image in images:
         split, class_name, _ = image.name.split("/", 2)
         counts[split][class_name] += 1
-    for split, archive in (("train", source.train), ("val", source.val)):
-        if not counts[split]:
-            raise StagingError(f"{archive} has no {split} images in class folders")
+    if not counts["val"]:
+        raise StagingError(f"{source.val} has no val images in class folders")
     if unknown := counts["val"].keys() - counts["train"].keys():
         raise StagingError(
             f"{source.val} has val images of {min(unknown)}, and none to train on"
         )
-    wanted = devkit.train_counts if devkit else counts["train"]
-    for name in sorted(counts["train"].keys() | wanted.keys()):
-        if counts["train"][name] != wanted.get(name, 0):
-            raise StagingError(
-                f"{source.train} has {counts['train'][name]} images of {name}, "
-                f"and {DEVKIT} says {wanted.get(name, 0)}"
-            )
+    if devkit and (different := counts["train"].items() ^ devkit.train_counts.items()):
+        name, _ = min(different)
+        raise StagingError(
+            f"{source.train} has {counts['train'][name]} images of {name}, "
+            f"and {DEVKIT} {devkit.train_counts.get(name, 0)}"
+        )
 
 
 def is_image(name: str) -> bool:

@@ -26,7 +26,7 @@ from checkpoint import Run, RunError, ignore_signals
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
-from torchvision.io import decode_image
+from torchvision.io import decode_image, read_file
 from torchvision.transforms import v2
 
 # torchvision 0.29 hands decoding over to another package,
@@ -44,39 +44,36 @@ class Images:
     """The images of a split, "train" or "val", as prepare_data.py has staged them.
 
     A tree of class folders, train/CLASS/IMAGE and val/CLASS/IMAGE, will do, too.
-    `labels` are int32, in the order of the classes' names. Processes share the index
-    and the file, and no position in it: it may be forked. Pickled, it is a path.
+    Processes share the index and the file, and no position in it: it may be forked.
+    Pickled, it is a path, and a tree's index: to scan a tree again would take long.
     """
 
-    def __init__(self, data_dir: Path, split: str, index: np.ndarray | None = None):
-        self.data_dir, self.split = Path(data_dir), split
+    def __init__(self, data_dir: Path, split: str, scanned: np.ndarray | None = None):
+        self.data_dir, self.split, self.scanned = Path(data_dir), split, scanned
         self.archive: str | None = None  # that the images are in, if they are in one
-        self.staged = (self.data_dir / "index.json").exists()
-        if self.staged:
+        folder = self.data_dir / split
+        if (self.data_dir / "index.json").exists():
             staged = json.loads((self.data_dir / "index.json").read_text())
             self.classes = staged["classes"]
             self.archive = staged["archives"][split]
-            index = np.load(self.data_dir / f"{split}.npy", mmap_mode="r")
-        elif all((self.data_dir / name).is_dir() for name in ("train", "val")):
-            folders = os.scandir(self.data_dir / "train")
-            self.classes = sorted(entry.name for entry in folders if entry.is_dir())
-            if index is None:
-                index = scan(self.data_dir / split, self.classes)
+            self.index = np.load(self.data_dir / f"{split}.npy", mmap_mode="r")
+        elif folder.is_dir():
+            self.classes = sorted(os.listdir(self.data_dir / "train"))
+            if scanned is None:
+                self.scanned = scan(folder, self.classes)
+            self.index = self.scanned
         else:
             raise FileNotFoundError(
                 f"no data in {self.data_dir.absolute()}: "
                 "for job.sh, set IMAGENET_DIR to the archives; "
                 "else run prepare_data.py on every node; or use --synthetic"
             )
-        self.index = index
-        self.labels = np.ascontiguousarray(index["label"])
+        self.labels = np.ascontiguousarray(self.index["label"])  # int32
         if self.archive:
             self.file = open(self.data_dir / self.archive, "rb")
 
     def __reduce__(self):
-        # To scan a tree takes long; to load an index does not.
-        index = None if self.staged else self.index
-        return Images, (self.data_dir, self.split, index)
+        return Images, (self.data_dir, self.split, self.scanned)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -84,14 +81,13 @@ class Images:
     @cached_property
     def fingerprint(self) -> str:
         """A checksum of names, labels and sizes, the same however they are staged."""
-        digest = hashlib.sha256("\n".join(self.classes).encode())
+        digest = hashlib.sha256()
         for field in ("name", "label", "size"):
             digest.update(self.index[field].tobytes())
         return digest.hexdigest()
 
     def name(self, i: int) -> str:
-        class_name = self.classes[self.labels[i]]
-        name = f"{self.split}/{class_name}/{os.fsdecode(self.index['name'][i])}"
+        name = f"{self.split}/{self.index['name'][i].decode()}"
         return f"{self.archive}: {name}" if self.archive else f"{self.data_dir}/{name}"
 
     def read(self, i: int) -> Tensor:
@@ -99,34 +95,31 @@ class Images:
 
         Raises BadImage.
         """
-        _, _, offset, size, packed = self.index[i].tolist()
         try:
             if self.archive:
-                return decode(read_bytes(self.file, offset, size, packed))
-            with open(self.name(i), "rb") as file:
-                return decode(read_bytes(file, offset, size, packed))
+                return decode(self.read_bytes(i))
+            return decode(read_file(self.name(i)))
         except (OSError, RuntimeError, zlib.error) as error:
             reason = str(error).splitlines()[0]
+            host = socket.gethostname()
             raise BadImage(
-                f"cannot decode image {self.name(i)} on {socket.gethostname()}: "
-                f"{reason}"
+                f"cannot decode image {self.name(i)} on {host}: {reason}"
             ) from None
 
+    def read_bytes(self, i: int) -> Tensor:
+        """Return an image as it is in the archive, or was before it was deflated."""
+        _, _, offset, size, packed = self.index[i].tolist()
+        data = bytearray(packed or size)
+        if os.preadv(self.file.fileno(), [data], offset) < len(data):
+            raise OSError("the archive ends before it")
+        if packed:
+            data = bytearray(zlib.decompress(data, wbits=-zlib.MAX_WBITS))
+        return torch.frombuffer(data, dtype=torch.uint8)
 
-def read_bytes(file, offset: int, size: int, packed: int) -> bytearray:
-    """Return a file in an archive, which is deflated there if `packed` is its size."""
-    data = bytearray(packed or size)
-    count = os.preadv(file.fileno(), [data], offset)
-    if packed:
-        data = bytearray(zlib.decompress(data, wbits=-zlib.MAX_WBITS))
-    if count != (packed or size) or len(data) != size:
-        raise OSError(f"it has not the {size} bytes that it had when it was staged")
-    return data
 
-
-def decode(data: bytearray) -> Tensor:
+def decode(data: Tensor) -> Tensor:
     """Return the pixels of a JPEG or PNG: RGB, uint8, of shape (3, height, width)."""
-    pixels = decode_image(torch.frombuffer(data, dtype=torch.uint8), "RGB")
+    pixels = decode_image(data, "RGB")
     # A PNG may have 16 bits.
     return v2.functional.to_dtype(pixels, torch.uint8, scale=True)
 
@@ -136,22 +129,19 @@ def scan(folder: Path, classes: list[str]) -> np.ndarray:
 
     def scan_class(label: int) -> list[tuple]:
         rows = []
-        for path, _, names in os.walk(folder / classes[label]):
-            for name in names:
-                suffix = name.lower().endswith((".jpg", ".jpeg", ".png"))
-                if suffix and not name.startswith("."):
-                    file = os.path.join(path, name)
-                    name = os.path.relpath(file, folder / classes[label])
-                    rows.append((label, name.encode(), 0, os.path.getsize(file), 0))
+        for file in (folder / classes[label]).rglob("*.*"):
+            image = file.suffix.lower() in (".jpg", ".jpeg", ".png")
+            if image and not file.name.startswith("."):
+                name = str(file.relative_to(folder)).encode()
+                rows.append((label, name, 0, file.stat().st_size, 0))
         return sorted(rows)
 
     # A network disk answers slowly, but many at a time.
     with ThreadPoolExecutor(32) as threads:
         found = list(threads.map(scan_class, range(len(classes))))
     rows = list(itertools.chain.from_iterable(found))
-    if not rows:
-        raise FileNotFoundError(f"{folder} has no images in class folders")
-    fields = [("label", "i4"), ("name", f"S{max(len(row[1]) for row in rows)}")]
+    longest = max((len(row[1]) for row in rows), default=1)
+    fields = [("label", "i4"), ("name", f"S{longest}")]
     fields += [("offset", "i8"), ("size", "i8"), ("packed", "i8")]
     return np.array(rows, fields)
 
@@ -172,13 +162,9 @@ class Synthetic:
         self.fingerprint = f"synthetic {self.arguments}"
         self.longest = resolution + resolution // 4
         generator = torch.Generator().manual_seed(0)
-        stripes = torch.rand(2, classes * 3, 1, 8, generator=generator)
-        stripes = [F.interpolate(s, self.longest, mode="linear") for s in stripes]
-        rows, columns = ((s * 64).byte().view(classes, 3, -1) for s in stripes)
-        self.rows, self.columns = rows[:, :, :, None], columns[:, :, None, :]
-        self.noise = torch.randint(
-            128, (3 * self.longest**2 + 2**16,), dtype=torch.uint8, generator=generator
-        )
+        stripes = 64 * torch.rand(2 * classes, 3, 8, generator=generator)
+        stripes = F.interpolate(stripes, self.longest, mode="linear").byte()
+        self.rows, self.columns = stripes[:, :, :, None].split(classes)
 
     def __reduce__(self):
         return Synthetic, self.arguments
@@ -190,14 +176,14 @@ class Synthetic:
         return f"synthetic image {i}"
 
     def read(self, i: int) -> Tensor:
+        """Return an image: RGB, uint8, of shape (3, height, width)."""
         _, _, seed, resolution = self.arguments
         rng = np.random.default_rng((seed, i))
-        height, width = rng.integers(
-            resolution, self.longest, size=2, endpoint=True
-        ).tolist()
-        start, label = int(rng.integers(2**16)), self.labels[i]
-        noise = self.noise[start : start + 3 * height * width].view(3, height, width)
-        return noise + self.rows[label, :, :height] + self.columns[label, :, :, :width]
+        height, width = rng.integers(resolution, self.longest, 2, endpoint=True)
+        noise = rng.integers(128, size=(3, height, width), dtype=np.uint8)
+        rows = self.rows[self.labels[i], :, :height]
+        columns = self.columns[self.labels[i], :, :width].mT
+        return torch.from_numpy(noise) + rows + columns
 
 
 class RandomResizedCrop(v2.RandomResizedCrop):

@@ -7,6 +7,7 @@ Training reads the images from there: no million files.
 import argparse
 import io
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -16,8 +17,8 @@ import tempfile
 import threading
 import time
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,7 +34,7 @@ warnings.filterwarnings(
 )
 
 RESIZED = "images.tar"
-stopping = threading.Event()  # something has failed: threads are to end
+threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 appending = threading.Lock()
 
 
@@ -70,10 +71,6 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resize is not None and args.resize < 1:
         parser.error("--resize must be at least 1")
-    if args.extract and args.resize:
-        parser.error(
-            "--extract and --resize are two steps: extract what --resize has written"
-        )
     return args
 
 
@@ -99,25 +96,22 @@ def stage(args: argparse.Namespace) -> None:
     remove_abandoned()
     if is_staged(args.data_dir, wanted):
         return say(f"{args.data_dir} is staged already")
-    folder = make_folder(args.data_dir)
-    threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    data_dir = args.data_dir.resolve()
+    folder = make_folder(data_dir)
     try:
         if args.extract or args.resize:
-            images, archive_of = convert(source, folder, args.resize, threads)
+            images, archive = convert(source, folder, args)
+            wanted["archives"] = {"train": archive, "val": archive}
         else:
-            images = list_images(source, threads, copy_to=folder)
-            archive_of = {"train": source.train.name, "val": source.val.name}
-        summary = write_index(folder, images, wanted | {"archives": archive_of})
-        folder.rename(args.data_dir)
+            images = list_images(source, copy_to=folder)
+            wanted["archives"] = {"train": source.train.name, "val": source.val.name}
+        summary = write_index(folder, images, wanted)
+        folder.rename(data_dir)
     except BaseException:
-        stopping.set()
         threads.shutdown(cancel_futures=True)
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    seconds = time.perf_counter() - start
-    size = sum(stat.st_size for stat in stats.values()) / 1e9
-    rate = f"{size:.2f} GB in {seconds:.1f} s, {size / seconds:.2f} GB/s"
-    say(f"staged {summary} in {args.data_dir}: {rate}")
+    say(f"staged {summary} in {data_dir} after {time.perf_counter() - start:.1f} s")
 
 
 def is_staged(data_dir: Path, wanted: dict) -> bool:
@@ -152,11 +146,10 @@ def make_folder(data_dir: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=prefix, dir=data_dir.parent))
 
 
-def list_images(
-    source: Source, threads: ThreadPoolExecutor, copy_to: Path | None = None
-) -> list[Member]:
+def list_images(source: Source, copy_to: Path | None = None) -> list[Member]:
     """Return all images, and copy the archives if there is a folder to copy to."""
-    futures = []
+    reading = threads.submit(archives.read_devkit, source.devkit)
+    parts = []
     for archive in source.paths():
         start = 0
         size = archive.stat().st_size
@@ -165,16 +158,12 @@ def list_images(
                 os.posix_fallocate(file.fileno(), 0, size or 1)  # or the disk is full
         for tar in archives.list_class_tars(archive):
             end = tar.offset + tar.size
-            call = threads.submit(list_part, archive, start, end, copy_to, tar)
-            futures.append(call)
+            parts.append((archive, start, end, copy_to, tar))
             start = end
         for at in range(start, size, 2**26):
-            end = min(at + 2**26, size)
-            futures.append(threads.submit(list_part, archive, at, end, copy_to))
-    devkit = None
-    if source.devkit:
-        devkit = archives.read_devkit(source.devkit)  # while the threads copy
-    images = follow(futures)
+            parts.append((archive, at, min(at + 2**26, size), copy_to, None))
+    images = run("copied" if copy_to else "listed", list_part, parts)
+    devkit = reading.result()
     with open(copy_to / source.val.name if copy_to else source.val, "rb") as file:
         images += archives.list_images(file, source.val, devkit)
     archives.check_images(images, source, devkit)
@@ -186,7 +175,7 @@ def list_part(
     start: int,
     end: int,
     copy_to: Path | None,
-    class_tar: Member | None = None,
+    class_tar: Member | None,
 ) -> list[Member]:
     """Copy a part of an archive if asked to; return the images if it is a class."""
     path = archive
@@ -203,7 +192,7 @@ def copy(archive: Path, path: Path, start: int, end: int) -> None:
     """Copy a part of an archive to the same place in another file."""
     buffer = memoryview(bytearray(2**20))
     with open(archive, "rb") as source, open(path, "r+b") as target:
-        while start < end and not stopping.is_set():
+        while start < end:
             # Reading and writing release the GIL.
             count = os.preadv(source.fileno(), [buffer[: end - start]], start)
             if count == 0:
@@ -212,82 +201,70 @@ def copy(archive: Path, path: Path, start: int, end: int) -> None:
 
 
 def convert(
-    source: Source, folder: Path, side: int | None, threads: ThreadPoolExecutor
-) -> tuple[list[Member], dict[str, str | None]]:
-    """Extract all images or, given a side, write a tar of smaller ones.
-
-    Returns the images, and the archive of each split.
-    """
-    images = list_images(source, threads)
-    function = partial(extract, folder=folder)
-    archive_of = {"train": None, "val": None}
-    if side:
+    source: Source, folder: Path, args: argparse.Namespace
+) -> tuple[list[Member], str | None]:
+    """Write images to files or, only resized, to a tar; return its name, too."""
+    images = list_images(source)
+    tar = None
+    if not args.extract:
         tar = tarfile.open(folder / RESIZED, "w", format=tarfile.GNU_FORMAT)
-        function = partial(resize, tar=tar, side=side)
-        archive_of = {"train": RESIZED, "val": RESIZED}
-    futures = []
+    parts = []
     for split, archive in (("train", source.train), ("val", source.val)):
         chosen = [image for image in images if image.name.startswith(split)]
         for i in range(0, len(chosen), 200):
-            futures.append(threads.submit(function, archive, chosen[i : i + 200]))
-    images = follow(futures)
-    if side:
-        tar.close()
-        os.sync()  # it may be read for years, and by other nodes
-        with open(folder / RESIZED, "rb") as file:
-            images = archives.list_images(file, folder / RESIZED, None)
-    return images, archive_of
+            parts.append((archive, chosen[i : i + 200], args.resize, folder, tar))
+    run("converted", convert_some, parts)
+    if tar is None:
+        return images, None
+    tar.close()
+    os.sync()  # it may be read for years, and by other nodes
+    with open(folder / RESIZED, "rb") as file:
+        return archives.list_images(file, folder / RESIZED, None), RESIZED
 
 
-def extract(archive: Path, images: list[Member], folder: Path) -> list[Member]:
-    """Write images to files in class folders."""
-    extracted = []
-    class_folders = set()
-    with open(archive, "rb") as file:
-        for image in images:
-            if stopping.is_set():
-                break
-            path = folder / image.name
-            if path.parent not in class_folders:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                class_folders.add(path.parent)
-            path.write_bytes(archives.read_member(file, image))
-            extracted.append(Member(image.name, 0, image.size))
-    return extracted
-
-
-def resize(
-    archive: Path, images: list[Member], tar: tarfile.TarFile, side: int
+def convert_some(
+    archive: Path,
+    images: list[Member],
+    side: int | None,
+    folder: Path,
+    tar: tarfile.TarFile | None,
 ) -> list[Member]:
-    """Add images to a tar, their shorter sides made `side`."""
+    """Write images to a tar, or to files in class folders if there is no tar."""
     with open(archive, "rb") as file:
         for image in images:
-            if stopping.is_set():
-                break
-            try:
-                data = shrink(archives.read_member(file, image), side)
-            except RuntimeError as error:
-                reason = str(error).splitlines()[0]
-                raise StagingError(
-                    f"{archive}: cannot decode image {image.name}: {reason}"
-                ) from None
-            header = tarfile.TarInfo(image.name)
-            header.size = len(data)
-            with appending:
-                tar.addfile(header, io.BytesIO(data))
-                tar.members.clear()  # it would keep a kilobyte of each
+            data = archives.read_member(file, image, image.size)
+            if len(data) < image.size:
+                raise StagingError(f"{archive} is damaged at {image.name}")
+            if side:
+                data = shrink(data, side, f"{archive}: {image.name}")
+            if tar is None:
+                path = f"{folder}/{image.name}"
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "wb") as target:
+                    target.write(data)
+            else:
+                header = tarfile.TarInfo(image.name)
+                header.size = len(data)
+                with appending:
+                    tar.addfile(header, io.BytesIO(data))
+                    tar.members.clear()  # it would keep a kilobyte of each
     return []
 
 
-def shrink(data: bytes, side: int) -> bytes:
+def shrink(data: bytes, side: int, name: str) -> bytes:
     """Return a JPEG whose shorter side is `side`, or the image if it is no larger."""
     import torch
     from torchvision.io import decode_image, encode_jpeg
     from torchvision.transforms.v2 import functional
 
     torch.set_num_threads(1)  # there is a thread for each CPU, outside of PyTorch
-    # All of this releases the GIL.
-    pixels = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), "RGB")
+    try:  # All of this releases the GIL.
+        pixels = decode_image(
+            torch.frombuffer(bytearray(data), dtype=torch.uint8), "RGB"
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise StagingError(f"cannot decode image {name}: {reason}") from None
     if min(pixels.shape[1:]) <= side:
         return data
     pixels = functional.to_dtype(pixels, torch.uint8, scale=True)  # a PNG's 16 bits
@@ -296,49 +273,44 @@ def shrink(data: bytes, side: int) -> bytes:
 
 
 def write_index(folder: Path, images: list[Member], staged: dict) -> str:
-    """Write where the images are, for data.py; return how many they are.
+    """Write where the images are, for data.py; return how many there are.
 
-    train.npy and val.npy have a row for each image, in the order of classes and names:
-    its label, name, offset and size in the archive and, if it is deflated there, its
-    size there as `packed`. index.json has the names of the classes and the rest.
+    train.npy and val.npy have a row for each image, by label and name: label, name
+    (CLASS/NAME), offset and size in the archive and, if it is deflated there, its size
+    there as `packed`. index.json has the classes and the rest.
     """
-    rows = {"train": [], "val": []}
-    for name, offset, size, packed in images:
-        split, class_name, name = name.split("/", 2)
-        rows[split].append((class_name, name.encode(), offset, size, packed))
-    classes = sorted({class_name for class_name, *_ in rows["train"]})
+    classes = sorted({image.name.split("/")[1] for image in images})
     label_of = {class_name: label for label, class_name in enumerate(classes)}
+    rows = {"train": [], "val": []}
+    for path, *place in images:
+        split, class_name, name = path.split("/", 2)
+        name = f"{class_name}/{name}".encode()
+        rows[split].append((label_of[class_name], name, *place))
     for split in rows:
         longest = max(len(name) for _, name, *_ in rows[split])
-        index = np.array(
-            [(label_of[class_name], *row) for class_name, *row in sorted(rows[split])],
-            [
-                ("label", "i4"),
-                ("name", f"S{longest}"),
-                ("offset", "i8"),
-                ("size", "i8"),
-                ("packed", "i8"),
-            ],
-        )
-        np.save(folder / f"{split}.npy", index)
+        fields = [("label", "i4"), ("name", f"S{longest}")]
+        fields += [("offset", "i8"), ("size", "i8"), ("packed", "i8")]
+        np.save(folder / f"{split}.npy", np.array(sorted(rows[split]), fields))
     (folder / "index.json").write_text(json.dumps(staged | {"classes": classes}))
     counts = f"{len(rows['train'])} + {len(rows['val'])}"
     return f"{counts} images of {len(classes)} classes"
 
 
-def follow(futures: list[Future]) -> list[Member]:
-    """Wait for threads; return their images.
+def run(done: str, function: Callable, parts: list[tuple]) -> list[Member]:
+    """Call a function for each part in threads; return all the images.
 
     Meanwhile there is a bar in a terminal, and otherwise a line each tenth.
     """
     start = time.perf_counter()
+    futures = [threads.submit(function, *part) for part in parts]
+    tenth = math.ceil(len(futures) / 10)
     images = []
     with tqdm(futures, desc=HOST, unit="part", leave=False, disable=None) as bar:
-        for done, future in enumerate(bar, start=1):
+        for number, future in enumerate(bar, start=1):
             images += future.result()
-            tenths = 10 * done // len(futures)
-            if bar.disable and 10 * (done - 1) // len(futures) < tenths < 10:
-                say(f"{tenths}0% after {time.perf_counter() - start:.0f} s")
+            if bar.disable and number % tenth == 0:
+                seconds = time.perf_counter() - start
+                say(f"{done} {number / len(parts):.0%} after {seconds:.0f} s")
     return images
 
 
@@ -347,26 +319,21 @@ def remove_abandoned() -> None:
 
     Where Slurm ends a job, as in a preemption, it cannot: 150 GB would stay.
     """
-    folders = {
-        path.name.removeprefix("slurm-job-"): path
-        for path in Path("/tmp").glob("slurm-job-*")
-        if path.lstat().st_uid == os.geteuid()
-    }
+    folders = list(Path("/tmp").glob("slurm-job-*"))
     # Jobs on other nodes, too: some share their /tmp.
     command = ["squeue", "--noheader", "--all", "--format=%A", f"--user={os.geteuid()}"]
     env = {name: os.environ[name] for name in os.environ if "SQUEUE_" not in name}
     try:
-        answer = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    jobs = answer.stdout.split()
-    # Without this job, the answer is no list of the jobs.
-    if os.environ.get("SLURM_JOB_ID") in jobs:
-        for job in folders.keys() - jobs:
-            shutil.rmtree(folders[job], ignore_errors=True)
-            say(f"removed {folders[job]}, left by a job of yours that has ended")
+        jobs = subprocess.check_output(command, env=env, text=True, timeout=60).split()
+        for folder in folders:
+            ended = folder.name.removeprefix("slurm-job-") not in jobs
+            # Without this job, the answer is no list of the jobs.
+            certain = os.environ.get("SLURM_JOB_ID") in jobs
+            if ended and certain and folder.lstat().st_uid == os.geteuid():
+                shutil.rmtree(folder, ignore_errors=True)
+                say(f"removed {folder}, left by a job of yours that has ended")
+    except (OSError, subprocess.SubprocessError):
+        pass  # no Slurm, or another job has just removed it
 
 
 def say(line: str) -> None:
