@@ -19,8 +19,6 @@ TRAIN = "ILSVRC2012_img_train.tar"  # a tar of a tar for each class
 VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 TINY_IMAGENET = "tiny-imagenet-200.zip"
-# The splits, by the names that their folders may have in an archive.
-SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
 IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PN")  # the first bytes of a JPEG, of a PNG
 TAR_END = bytes(1024)  # two empty blocks
@@ -64,8 +62,6 @@ class Devkit(NamedTuple):
 
 def find_source(path: Path) -> Source:
     """Return the archives that `path` names or has."""
-    if path.name in (TRAIN, VAL, DEVKIT):
-        path = path.parent
     imagenet = Source(path / TRAIN, path / VAL, path / DEVKIT)
     if any(archive.exists() for archive in imagenet):
         return imagenet
@@ -82,8 +78,6 @@ def find_source(path: Path) -> Source:
             f"there is no {path} on {HOST}: "
             "name the archives with --source or IMAGENET_DIR"
         )
-    if path.suffix not in (".zip", ".tar"):
-        raise StagingError(f"{path} is no .zip and no .tar: unpack a compressed tar")
     return Source(path, path)
 
 
@@ -115,38 +109,36 @@ def list_images(file: BinaryIO, archive: Path, devkit: Devkit | None) -> list[Me
     else:
         members = list_tar(file, str(archive), os.fstat(file.fileno()).st_size)
     if devkit:
-        check_starts(file, str(archive), members)
-        return label_val(members, archive, devkit)
-    in_archive = [member for member in members if is_image(member.name)]
-    check_starts(file, str(archive), in_archive)
-    images = find_class_folders(in_archive) or hold_out(in_archive, archive)
+        images = label_val(members, archive, devkit)
+    else:
+        found = [member for member in members if is_image(member.name)]
+        images = find_class_folders(found) or hold_out(found, archive)
     if archive.name == TINY_IMAGENET:
         images = label_tiny_val(images, members, file)
+    check_starts(file, str(archive), images)
     return images
 
 
 def list_tar(file: BinaryIO, archive_name: str, end: int) -> list[Member]:
     """Return the files in the tar that lies from the file's position to `end`."""
     members = []
-    last_name = "its start"
     whole = False
     try:
         tar = tarfile.open(fileobj=file, mode="r:")
         while info := tar.next():
             tar.members.clear()  # it would keep a kilobyte of each
-            check_member(info.name, archive_name, info.isfile() or info.isdir())
-            if info.isfile():
+            regular = info.isfile() and not info.issparse()
+            check_member(info.name, archive_name, regular or info.isdir())
+            if regular:
                 members.append(Member(info.name, info.offset_data, info.size))
-            last_name = info.name
         # tarfile takes a damaged header for the end.
         file.seek(tar.offset)
         whole = file.read(len(TAR_END)) == TAR_END and file.tell() <= end
     except tarfile.TarError:
         pass
     if not whole:
-        raise StagingError(
-            f"{archive_name} is cut or damaged after {last_name}: fetch it again"
-        )
+        after = f"after {members[-1].name}" if members else "at its start"
+        raise StagingError(f"{archive_name} is cut, damaged or compressed, {after}")
     return members
 
 
@@ -155,7 +147,7 @@ def list_zip(file: BinaryIO, archive: Path) -> list[Member]:
     members = []
     try:
         listed = zipfile.ZipFile(file).infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+    except (zipfile.BadZipFile, ValueError) as error:
         raise StagingError(f"{archive} is damaged: {error}: fetch it again") from None
     for info in listed:
         kind = stat.S_IFMT(info.external_attr >> 16)
@@ -184,9 +176,8 @@ def find_class_folders(members: list[Member]) -> list[Member]:
     for member in members:
         folders = PurePosixPath(member.name).parts
         for i, folder in enumerate(folders[:-2]):
-            if folder in SPLITS:
-                name = "/".join([SPLITS[folder], *folders[i + 1 :]])
-                images.append(member._replace(name=name))
+            if folder in ("train", "val"):
+                images.append(member._replace(name="/".join(folders[i:])))
                 break
     return images
 
@@ -317,6 +308,6 @@ def check_images(images: list[Member], source: Source, devkit: Devkit | None) ->
 
 def is_image(name: str) -> bool:
     """Is it an image, and not in a hidden folder or in what macOS adds to a zip?"""
-    folders = PurePosixPath(name).parts
-    hidden = any(folder.startswith((".", "__MACOSX")) for folder in folders)
-    return name.lower().endswith(IMAGE_SUFFIXES) and not hidden
+    path = f"/{PurePosixPath(name)}"  # without ./
+    hidden = "/." in path or "/__MACOSX" in path
+    return path.lower().endswith(IMAGE_SUFFIXES) and not hidden

@@ -105,13 +105,14 @@ def stage(args: argparse.Namespace) -> None:
         else:
             images = list_images(source, copy_to=folder)
             wanted["archives"] = {"train": source.train.name, "val": source.val.name}
-        summary = write_index(folder, images, wanted)
+        write_index(folder, images, wanted)
         folder.rename(data_dir)
     except BaseException:
         threads.shutdown(cancel_futures=True)
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    say(f"staged {summary} in {data_dir} after {time.perf_counter() - start:.1f} s")
+    seconds = time.perf_counter() - start
+    say(f"staged {len(images)} images in {data_dir} after {seconds:.1f} s")
 
 
 def is_staged(data_dir: Path, wanted: dict) -> bool:
@@ -162,7 +163,7 @@ def list_images(source: Source, copy_to: Path | None = None) -> list[Member]:
             start = end
         for at in range(start, size, 2**26):
             parts.append((archive, at, min(at + 2**26, size), copy_to, None))
-    images = run("copied" if copy_to else "listed", list_part, parts)
+    images = run("copied" if copy_to else "listed", copy_part, parts)
     devkit = reading.result()
     with open(copy_to / source.val.name if copy_to else source.val, "rb") as file:
         images += archives.list_images(file, source.val, devkit)
@@ -170,34 +171,25 @@ def list_images(source: Source, copy_to: Path | None = None) -> list[Member]:
     return images
 
 
-def list_part(
-    archive: Path,
-    start: int,
-    end: int,
-    copy_to: Path | None,
-    class_tar: Member | None,
+def copy_part(
+    archive: Path, start: int, end: int, copy_to: Path | None, class_tar: Member | None
 ) -> list[Member]:
     """Copy a part of an archive if asked to; return the images if it is a class."""
     path = archive
     if copy_to:
         path = copy_to / archive.name
-        copy(archive, path, start, end)
+        buffer = memoryview(bytearray(2**20))
+        with open(archive, "rb") as source, open(path, "r+b") as target:
+            while start < end:
+                # Reading and writing release the GIL.
+                count = os.preadv(source.fileno(), [buffer[: end - start]], start)
+                if count == 0:
+                    raise StagingError(f"{archive} has become shorter")
+                start += os.pwrite(target.fileno(), buffer[:count], start)
     if class_tar is None:
         return []
     with open(path, "rb") as file:  # from memory: it has just been written
         return archives.list_class(file, archive, class_tar)
-
-
-def copy(archive: Path, path: Path, start: int, end: int) -> None:
-    """Copy a part of an archive to the same place in another file."""
-    buffer = memoryview(bytearray(2**20))
-    with open(archive, "rb") as source, open(path, "r+b") as target:
-        while start < end:
-            # Reading and writing release the GIL.
-            count = os.preadv(source.fileno(), [buffer[: end - start]], start)
-            if count == 0:
-                raise StagingError(f"{archive} has become shorter")
-            start += os.pwrite(target.fileno(), buffer[:count], start)
 
 
 def convert(
@@ -272,8 +264,8 @@ def shrink(data: bytes, side: int, name: str) -> bytes:
     return encode_jpeg(pixels, quality=90).numpy().tobytes()
 
 
-def write_index(folder: Path, images: list[Member], staged: dict) -> str:
-    """Write where the images are, for data.py; return how many there are.
+def write_index(folder: Path, images: list[Member], staged: dict) -> None:
+    """Write where the images are, for data.py.
 
     train.npy and val.npy have a row for each image, by label and name: label, name
     (CLASS/NAME), offset and size in the archive and, if it is deflated there, its size
@@ -292,8 +284,6 @@ def write_index(folder: Path, images: list[Member], staged: dict) -> str:
         fields += [("offset", "i8"), ("size", "i8"), ("packed", "i8")]
         np.save(folder / f"{split}.npy", np.array(sorted(rows[split]), fields))
     (folder / "index.json").write_text(json.dumps(staged | {"classes": classes}))
-    counts = f"{len(rows['train'])} + {len(rows['val'])}"
-    return f"{counts} images of {len(classes)} classes"
 
 
 def run(done: str, function: Callable, parts: list[tuple]) -> list[Member]:
@@ -324,7 +314,9 @@ def remove_abandoned() -> None:
     command = ["squeue", "--noheader", "--all", "--format=%A", f"--user={os.geteuid()}"]
     env = {name: os.environ[name] for name in os.environ if "SQUEUE_" not in name}
     try:
-        jobs = subprocess.check_output(command, env=env, text=True, timeout=60).split()
+        jobs = subprocess.check_output(
+            command, env=env, text=True, stderr=subprocess.DEVNULL, timeout=60
+        ).split()
         for folder in folders:
             ended = folder.name.removeprefix("slurm-job-") not in jobs
             # Without this job, the answer is no list of the jobs.
