@@ -7,6 +7,7 @@ import collections
 import os
 import socket
 import stat
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -160,8 +161,8 @@ def list_zip(file: BinaryIO, archive: Path) -> list[Member]:
             raise StagingError(
                 f"{archive} is cut or damaged at {info.filename}: fetch it again"
             )
-        fields = sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-        offset = info.header_offset + 30 + fields
+        name_size, extra_size = struct.unpack_from("<HH", header, 26)
+        offset = info.header_offset + 30 + name_size + extra_size
         packed = info.compress_size
         if info.compress_type == zipfile.ZIP_STORED:
             packed = 0
@@ -204,19 +205,16 @@ def label_tiny_val(
     images: list[Member], members: list[Member], file: BinaryIO
 ) -> list[Member]:
     """Give Tiny ImageNet's validation images, all in one folder, their classes."""
-    text = b""
+    labeled = {}
     for member in members:
         if member.name.endswith("/val_annotations.txt"):
-            text = read_member(file, member, member.size)
-    class_of = dict(line.split("\t")[:2] for line in text.decode().splitlines())
-    labeled = []
-    for image in images:
-        split, _, name = image.name.split("/", 2)
-        if split == "val":
-            class_name = class_of.get(name, "no class")
-            image = image._replace(name=f"val/{class_name}/{name}")
-        labeled.append(image)
-    return labeled
+            text = read_member(file, member, member.size).decode()
+            for line in text.splitlines():
+                name, class_name = line.split("\t")[:2]
+                labeled[f"val/images/{name}"] = f"val/{class_name}/{name}"
+    return [
+        image._replace(name=labeled.get(image.name, image.name)) for image in images
+    ]
 
 
 def label_val(members: list[Member], archive: Path, devkit: Devkit) -> list[Member]:

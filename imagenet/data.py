@@ -68,7 +68,7 @@ class Images:
                 "for job.sh, set IMAGENET_DIR to the archives; "
                 "else run prepare_data.py on every node; or use --synthetic"
             )
-        self.labels = np.ascontiguousarray(self.index["label"])  # int32
+        self.labels = np.ascontiguousarray(self.index["label"])
         if self.archive:
             self.file = open(self.data_dir / self.archive, "rb")
 
@@ -140,10 +140,7 @@ def scan(folder: Path, classes: list[str]) -> np.ndarray:
     with ThreadPoolExecutor(32) as threads:
         found = list(threads.map(scan_class, range(len(classes))))
     rows = list(itertools.chain.from_iterable(found))
-    longest = max((len(row[1]) for row in rows), default=1)
-    fields = [("label", "i4"), ("name", f"S{longest}")]
-    fields += [("offset", "i8"), ("size", "i8"), ("packed", "i8")]
-    return np.array(rows, fields)
+    return np.rec.fromrecords(rows, names="label, name, offset, size, packed")
 
 
 class Synthetic:

@@ -119,16 +119,14 @@ def is_staged(data_dir: Path, wanted: dict) -> bool:
     """Is that there, and whole? Raises StagingError if something else is."""
     if not os.path.lexists(data_dir):
         return False
-    if data_dir.lstat().st_uid != os.geteuid():
-        raise StagingError(
-            f"{data_dir} on {HOST} belongs to another user: choose another --data-dir"
-        )
+    mine = data_dir.lstat().st_uid == os.geteuid()
     index = data_dir / "index.json"
-    if index.exists() and wanted.items() <= json.loads(index.read_text()).items():
-        return True
-    if any(data_dir.iterdir()):
+    if mine and index.exists():
+        if wanted.items() <= json.loads(index.read_text()).items():
+            return True
+    if not mine or any(data_dir.iterdir()):
         raise StagingError(
-            f"{data_dir} on {HOST} has something else in it: "
+            f"{data_dir} on {HOST} is another user's, or has something else in it: "
             "choose another --data-dir, or remove it"
         )
     return False
@@ -279,10 +277,10 @@ def write_index(folder: Path, images: list[Member], staged: dict) -> None:
         name = f"{class_name}/{name}".encode()
         rows[split].append((label_of[class_name], name, *place))
     for split in rows:
-        longest = max(len(name) for _, name, *_ in rows[split])
-        fields = [("label", "i4"), ("name", f"S{longest}")]
-        fields += [("offset", "i8"), ("size", "i8"), ("packed", "i8")]
-        np.save(folder / f"{split}.npy", np.array(sorted(rows[split]), fields))
+        index = np.rec.fromrecords(
+            sorted(rows[split]), names="label, name, offset, size, packed"
+        )
+        np.save(folder / f"{split}.npy", index)
     (folder / "index.json").write_text(json.dumps(staged | {"classes": classes}))
 
 
