@@ -290,17 +290,17 @@ def check_images(images: list[Member], source: Source, devkit: Devkit | None) ->
     for image in images:
         split, class_name, _ = image.name.split("/", 2)
         counts[split][class_name] += 1
-    if not counts["val"]:
-        raise StagingError(f"{source.val} has no val images in class folders")
-    if unknown := counts["val"].keys() - counts["train"].keys():
-        raise StagingError(
-            f"{source.val} has val images of {min(unknown)}, and none to train on"
-        )
     if devkit and (different := counts["train"].items() ^ devkit.train_counts.items()):
         name, _ = min(different)
         raise StagingError(
             f"{source.train} has {counts['train'][name]} images of {name}, "
             f"and {DEVKIT} {devkit.train_counts.get(name, 0)}"
+        )
+    if not counts["val"]:
+        raise StagingError(f"{source.val} has no val images in class folders")
+    if unknown := counts["val"].keys() - counts["train"].keys():
+        raise StagingError(
+            f"{source.val} has val images of {min(unknown)}, and none to train on"
         )
 
 

@@ -140,6 +140,8 @@ def scan(folder: Path, classes: list[str]) -> np.ndarray:
     with ThreadPoolExecutor(32) as threads:
         found = list(threads.map(scan_class, range(len(classes))))
     rows = list(itertools.chain.from_iterable(found))
+    if not rows:
+        raise FileNotFoundError(f"no images in {folder}")
     return np.rec.fromrecords(rows, names="label, name, offset, size, packed")
 
 
