@@ -55,7 +55,7 @@ class Images:
         if (self.data_dir / "index.json").exists():
             staged = json.loads((self.data_dir / "index.json").read_text())
             self.classes = staged["classes"]
-            self.archive = staged["archives"][split]
+            self.archive = staged.get("archives", {}).get(split)
             self.index = np.load(self.data_dir / f"{split}.npy", mmap_mode="r")
         elif folder.is_dir():
             self.classes = sorted(os.listdir(self.data_dir / "train"))

@@ -90,8 +90,10 @@ def stage(args: argparse.Namespace) -> None:
     """Stage the source in the form asked for, unless it is there already."""
     start = time.perf_counter()
     source = archives.find_source(args.source)
-    stats = {path.name: path.stat() for path in source.paths()}
-    files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+    files = {
+        path.name: [path.stat().st_size, path.stat().st_mtime_ns]
+        for path in source.paths()
+    }
     wanted = {"files": files, "extract": args.extract, "resize": args.resize}
     remove_abandoned()
     if is_staged(args.data_dir, wanted):
@@ -99,11 +101,14 @@ def stage(args: argparse.Namespace) -> None:
     data_dir = args.data_dir.resolve()
     folder = make_folder(data_dir)
     try:
-        if args.extract or args.resize:
-            images, archive = convert(source, folder, args)
-            wanted["archives"] = {"train": archive, "val": archive}
-        else:
-            images = list_images(source, copy_to=folder)
+        converted = args.extract or args.resize
+        images = list_images(source, copy_to=None if converted else folder)
+        if converted:
+            convert(images, source, folder, args)
+        if args.resize and not args.extract:
+            source = Source(folder / RESIZED, folder / RESIZED)
+            images = list_images(source)
+        if not args.extract:
             wanted["archives"] = {"train": source.train.name, "val": source.val.name}
         write_index(folder, images, wanted)
         folder.rename(data_dir)
@@ -120,16 +125,16 @@ def is_staged(data_dir: Path, wanted: dict) -> bool:
     if not os.path.lexists(data_dir):
         return False
     mine = data_dir.lstat().st_uid == os.geteuid()
+    if mine and not any(data_dir.iterdir()):
+        return False
     index = data_dir / "index.json"
-    if mine and index.exists():
-        if wanted.items() <= json.loads(index.read_text()).items():
-            return True
-    if not mine or any(data_dir.iterdir()):
+    found = json.loads(index.read_text()) if index.exists() else {}
+    if not mine or not wanted.items() <= found.items():
         raise StagingError(
             f"{data_dir} on {HOST} is another user's, or has something else in it: "
             "choose another --data-dir, or remove it"
         )
-    return False
+    return True
 
 
 def make_folder(data_dir: Path) -> Path:
@@ -191,10 +196,9 @@ def copy_part(
 
 
 def convert(
-    source: Source, folder: Path, args: argparse.Namespace
-) -> tuple[list[Member], str | None]:
-    """Write images to files or, only resized, to a tar; return its name, too."""
-    images = list_images(source)
+    images: list[Member], source: Source, folder: Path, args: argparse.Namespace
+) -> None:
+    """Write images to files in class folders or, only resized, to a tar."""
     tar = None
     if not args.extract:
         tar = tarfile.open(folder / RESIZED, "w", format=tarfile.GNU_FORMAT)
@@ -204,12 +208,9 @@ def convert(
         for i in range(0, len(chosen), 200):
             parts.append((archive, chosen[i : i + 200], args.resize, folder, tar))
     run("converted", convert_some, parts)
-    if tar is None:
-        return images, None
-    tar.close()
-    os.sync()  # it may be read for years, and by other nodes
-    with open(folder / RESIZED, "rb") as file:
-        return archives.list_images(file, folder / RESIZED, None), RESIZED
+    if tar:
+        tar.close()
+        os.sync()  # it may be read for years, and by other nodes
 
 
 def convert_some(
@@ -308,22 +309,23 @@ def remove_abandoned() -> None:
     Where Slurm ends a job, as in a preemption, it cannot: 150 GB would stay.
     """
     folders = list(Path("/tmp").glob("slurm-job-*"))
+    mine = os.environ.get("SLURM_JOB_ID")
+    if mine is None:
+        return
     # Jobs on other nodes, too: some share their /tmp.
     command = ["squeue", "--noheader", "--all", "--format=%A", f"--user={os.geteuid()}"]
     env = {name: os.environ[name] for name in os.environ if "SQUEUE_" not in name}
     try:
-        jobs = subprocess.check_output(
-            command, env=env, text=True, stderr=subprocess.DEVNULL, timeout=60
-        ).split()
+        jobs = subprocess.check_output(command, env=env, text=True, timeout=60).split()
         for folder in folders:
-            ended = folder.name.removeprefix("slurm-job-") not in jobs
+            job = folder.name.removeprefix("slurm-job-")
             # Without this job, the answer is no list of the jobs.
-            certain = os.environ.get("SLURM_JOB_ID") in jobs
-            if ended and certain and folder.lstat().st_uid == os.geteuid():
+            ended = job.isdecimal() and job not in jobs and mine in jobs
+            if ended and folder.lstat().st_uid == os.geteuid():
                 shutil.rmtree(folder, ignore_errors=True)
                 say(f"removed {folder}, left by a job of yours that has ended")
     except (OSError, subprocess.SubprocessError):
-        pass  # no Slurm, or another job has just removed it
+        pass  # squeue says why, or another job has just removed it
 
 
 def say(line: str) -> None:

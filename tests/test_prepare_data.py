@@ -529,7 +529,7 @@ def test_nothing_there(tmp_path, data_dir):
 def test_a_tree_without_images(tmp_path):
     (tmp_path / "train" / "a").mkdir(parents=True)
     (tmp_path / "val").mkdir()
-    with pytest.raises(FileNotFoundError, match="no images in .*train"):
+    with pytest.raises(FileNotFoundError, match=r"no images in .*train"):
         Images(tmp_path, "train")
 
 
@@ -879,8 +879,9 @@ def test_archive_cut_after_staging(imagenet, data_dir):
 
 @pytest.fixture
 def jobs(tmp_path):
-    """Folders of three jobs in /tmp, and a squeue that knows of the first two."""
-    folders = [Path(f"/tmp/slurm-job-{900000000 + i}") for i in range(3)]
+    """Folders of jobs in /tmp, and a squeue that knows of the first two."""
+    names = ("900000000", "900000001", "900000002", "90000000x")
+    folders = [Path(f"/tmp/slurm-job-{name}") for name in names]
     for folder in folders:
         folder.mkdir()
     (tmp_path / "bin").mkdir()
@@ -897,11 +898,12 @@ def jobs(tmp_path):
 
 
 def test_what_ended_jobs_have_left(imagenet, data_dir, jobs, tmp_path):
-    (running, other, ended), env = jobs
+    (running, other, ended, no_job), env = jobs
     (ended / "data").mkdir()
     output = run(imagenet.source, data_dir, SQUEUE_PARTITION="urgent", **env)
     assert f"{HOST}: removed {ended}, left by a job of yours" in output
-    assert running.exists() and other.exists() and not ended.exists()
+    assert running.exists() and other.exists() and no_job.exists()
+    assert not ended.exists()
     called = (tmp_path / "bin" / "squeue.called").read_text()
     assert "--all" in called and f"--user={os.geteuid()}" in called
 
@@ -925,7 +927,7 @@ def test_what_is_left_alone(imagenet, data_dir, jobs, why):
 def test_lines_in_a_file(large, data_dir):
     *tenths, last = run(large.source, data_dir, "--extract").splitlines()
     for step in ("listed", "converted"):
-        found = [line for line in tenths if step in line]
+        found = [line for line in tenths if f" {step} " in line]
         assert 5 <= len(found) <= 10, tenths
         for line in found:
             assert re.fullmatch(rf"{HOST}: {step} \d+% after \d+ s", line), line
