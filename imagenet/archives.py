@@ -19,10 +19,8 @@ import numpy as np
 TRAIN = "ILSVRC2012_img_train.tar"  # a tar of a tar for each class
 VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-TINY_IMAGENET = "tiny-imagenet-200.zip"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
 IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PN")  # the first bytes of a JPEG, of a PNG
-TAR_END = bytes(1024)  # two empty blocks
 HOST = socket.gethostname().split(".")[0]
 
 
@@ -74,11 +72,6 @@ def find_source(path: Path) -> Source:
                 "name one archive with --source or IMAGENET_DIR"
             )
         path = found[0]
-    if not path.exists():
-        raise StagingError(
-            f"there is no {path} on {HOST}: "
-            "name the archives with --source or IMAGENET_DIR"
-        )
     return Source(path, path)
 
 
@@ -114,7 +107,6 @@ def list_images(file: BinaryIO, archive: Path, devkit: Devkit | None) -> list[Me
     else:
         found = [member for member in members if is_image(member.name)]
         images = find_class_folders(found) or hold_out(found, archive)
-    if archive.name == TINY_IMAGENET:
         images = label_tiny_val(images, members, file)
     check_starts(file, str(archive), images)
     return images
@@ -134,7 +126,7 @@ def list_tar(file: BinaryIO, archive_name: str, end: int) -> list[Member]:
                 members.append(Member(info.name, info.offset_data, info.size))
         # tarfile takes a damaged header for the end.
         file.seek(tar.offset)
-        whole = file.read(len(TAR_END)) == TAR_END and file.tell() <= end
+        whole = file.read(1024) == bytes(1024) and file.tell() <= end
     except tarfile.TarError:
         pass
     if not whole:
@@ -204,7 +196,10 @@ def hold_out(members: list[Member], archive: Path) -> list[Member]:
 def label_tiny_val(
     images: list[Member], members: list[Member], file: BinaryIO
 ) -> list[Member]:
-    """Give Tiny ImageNet's validation images, all in one folder, their classes."""
+    """Give Tiny ImageNet's validation images their classes, if it is Tiny ImageNet.
+
+    They lie all in one folder, and a text file says of which class they are.
+    """
     labeled = {}
     for member in members:
         if member.name.endswith("/val_annotations.txt"):

@@ -51,16 +51,18 @@ class Images:
     def __init__(self, data_dir: Path, split: str, scanned: np.ndarray | None = None):
         self.data_dir, self.split, self.scanned = Path(data_dir), split, scanned
         self.archive: str | None = None  # that the images are in, if they are in one
-        folder = self.data_dir / split
-        if (self.data_dir / "index.json").exists():
-            staged = json.loads((self.data_dir / "index.json").read_text())
-            self.classes = staged["classes"]
-            self.archive = staged.get("archives", {}).get(split)
+        staged = self.data_dir / "index.json"
+        if staged.exists():
+            index = json.loads(staged.read_text())
+            self.classes = index["classes"]
+            if not index["extract"]:
+                self.archive = index["archives"][split]
             self.index = np.load(self.data_dir / f"{split}.npy", mmap_mode="r")
-        elif folder.is_dir():
-            self.classes = sorted(os.listdir(self.data_dir / "train"))
+        elif (self.data_dir / split).is_dir():
+            folders = (self.data_dir / "train").iterdir()
+            self.classes = sorted(folder.name for folder in folders if folder.is_dir())
             if scanned is None:
-                self.scanned = scan(folder, self.classes)
+                self.scanned = scan(self.data_dir / split, self.classes)
             self.index = self.scanned
         else:
             raise FileNotFoundError(
@@ -130,8 +132,7 @@ def scan(folder: Path, classes: list[str]) -> np.ndarray:
     def scan_class(label: int) -> list[tuple]:
         rows = []
         for file in (folder / classes[label]).rglob("*.*"):
-            image = file.suffix.lower() in (".jpg", ".jpeg", ".png")
-            if image and not file.name.startswith("."):
+            if file.suffix.lower() in (".jpg", ".jpeg", ".png"):
                 name = str(file.relative_to(folder)).encode()
                 rows.append((label, name, 0, file.stat().st_size, 0))
         return sorted(rows)
@@ -155,18 +156,16 @@ class Synthetic:
     def __init__(
         self, samples: int, classes: int, seed: int = 0, resolution: int = 256
     ):
-        self.arguments = samples, classes, seed, resolution
-        self.classes = [f"plaid {i}" for i in range(classes)]
-        self.labels = np.arange(samples, dtype=np.int32) % classes
-        self.fingerprint = f"synthetic {self.arguments}"
+        self.seed, self.shortest = seed, resolution
         self.longest = resolution + resolution // 4
+        self.classes = [f"plaid {i}" for i in range(classes)]
+        self.labels = np.arange(samples) % classes
+        self.fingerprint = f"synthetic {samples, classes, seed, resolution}"
         generator = torch.Generator().manual_seed(0)
         stripes = 64 * torch.rand(2 * classes, 3, 8, generator=generator)
         stripes = F.interpolate(stripes, self.longest, mode="linear").byte()
-        self.rows, self.columns = stripes[:, :, :, None].split(classes)
-
-    def __reduce__(self):
-        return Synthetic, self.arguments
+        rows, columns = stripes.split(classes)
+        self.plaids = rows[:, :, :, None] + columns[:, :, None, :]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -176,13 +175,11 @@ class Synthetic:
 
     def read(self, i: int) -> Tensor:
         """Return an image: RGB, uint8, of shape (3, height, width)."""
-        _, _, seed, resolution = self.arguments
-        rng = np.random.default_rng((seed, i))
-        height, width = rng.integers(resolution, self.longest, 2, endpoint=True)
+        rng = np.random.default_rng((self.seed, i))
+        height, width = rng.integers(self.shortest, self.longest, 2, endpoint=True)
         noise = rng.integers(128, size=(3, height, width), dtype=np.uint8)
-        rows = self.rows[self.labels[i], :, :height]
-        columns = self.columns[self.labels[i], :, :width].mT
-        return torch.from_numpy(noise) + rows + columns
+        plaid = self.plaids[self.labels[i], :, :height, :width]
+        return plaid + torch.from_numpy(noise)
 
 
 class RandomResizedCrop(v2.RandomResizedCrop):

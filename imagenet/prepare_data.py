@@ -101,15 +101,11 @@ def stage(args: argparse.Namespace) -> None:
     data_dir = args.data_dir.resolve()
     folder = make_folder(data_dir)
     try:
-        converted = args.extract or args.resize
-        images = list_images(source, copy_to=None if converted else folder)
-        if converted:
-            convert(images, source, folder, args)
-        if args.resize and not args.extract:
-            source = Source(folder / RESIZED, folder / RESIZED)
-            images = list_images(source)
-        if not args.extract:
-            wanted["archives"] = {"train": source.train.name, "val": source.val.name}
+        if args.extract or args.resize:
+            images, source = convert(source, folder, args)
+        else:
+            images = list_images(source, copy_to=folder)
+        wanted["archives"] = {"train": source.train.name, "val": source.val.name}
         write_index(folder, images, wanted)
         folder.rename(data_dir)
     except BaseException:
@@ -196,9 +192,13 @@ def copy_part(
 
 
 def convert(
-    images: list[Member], source: Source, folder: Path, args: argparse.Namespace
-) -> None:
-    """Write images to files in class folders or, only resized, to a tar."""
+    source: Source, folder: Path, args: argparse.Namespace
+) -> tuple[list[Member], Source]:
+    """Write images to files in class folders or, only resized, to a tar.
+
+    Returns the images, and where they are if they are in a tar.
+    """
+    images = list_images(source)
     tar = None
     if not args.extract:
         tar = tarfile.open(folder / RESIZED, "w", format=tarfile.GNU_FORMAT)
@@ -211,6 +211,9 @@ def convert(
     if tar:
         tar.close()
         os.sync()  # it may be read for years, and by other nodes
+        source = Source(folder / RESIZED, folder / RESIZED)
+        images = list_images(source)
+    return images, source
 
 
 def convert_some(
