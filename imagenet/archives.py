@@ -6,7 +6,6 @@ Archives are ImageNet's three, Tiny ImageNet's zip, or a zip or tar of class fol
 import collections
 import os
 import socket
-import stat
 import struct
 import tarfile
 import zipfile
@@ -120,10 +119,13 @@ def list_tar(file: BinaryIO, archive_name: str, end: int) -> list[Member]:
         tar = tarfile.open(fileobj=file, mode="r:")
         while info := tar.next():
             tar.members.clear()  # it would keep a kilobyte of each
-            regular = info.isfile() and not info.issparse()
-            check_member(info.name, archive_name, regular or info.isdir())
-            if regular:
+            check_name(info.name, archive_name)
+            if info.isfile() and not info.issparse():
                 members.append(Member(info.name, info.offset_data, info.size))
+            elif not info.isdir():
+                raise StagingError(
+                    f"{archive_name}: {info.name} is a link or a device: refused"
+                )
         # tarfile takes a damaged header for the end.
         file.seek(tar.offset)
         whole = file.read(1024) == bytes(1024) and file.tell() <= end
@@ -143,9 +145,7 @@ def list_zip(file: BinaryIO, archive: Path) -> list[Member]:
     except (zipfile.BadZipFile, ValueError) as error:
         raise StagingError(f"{archive} is damaged: {error}: fetch it again") from None
     for info in listed:
-        kind = stat.S_IFMT(info.external_attr >> 16)
-        regular = kind in (0, stat.S_IFREG, stat.S_IFDIR)
-        check_member(info.filename, str(archive), regular)
+        check_name(info.filename, str(archive))
         # The bytes lie after this header and two fields, whose sizes it has. If bytes
         # are missing before the zip's directory, offsets there become negative.
         header = os.pread(file.fileno(), 30, max(info.header_offset, 0))
@@ -258,15 +258,13 @@ def read_member(file: BinaryIO, member: Member, size: int) -> bytes:
         return b""
 
 
-def check_member(name: str, archive_name: str, regular: bool) -> None:
+def check_name(name: str, archive_name: str) -> None:
     """Refuse what would be written outside of a folder or break a line of the log."""
     if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
         raise StagingError(
             f"{archive_name}: a member's name, {name!r}, "
             "leads elsewhere or cannot be printed"
         )
-    if not regular:
-        raise StagingError(f"{archive_name}: {name} is a link or a device: refused")
 
 
 def check_starts(file: BinaryIO, archive_name: str, images: list[Member]) -> None:

@@ -102,10 +102,9 @@ class Images:
                 return decode(self.read_bytes(i))
             return decode(read_file(self.name(i)))
         except (OSError, RuntimeError, zlib.error) as error:
-            reason = str(error).splitlines()[0]
             host = socket.gethostname()
             raise BadImage(
-                f"cannot decode image {self.name(i)} on {host}: {reason}"
+                f"cannot decode image {self.name(i)} on {host}: {error}"
             ) from None
 
     def read_bytes(self, i: int) -> Tensor:

@@ -257,8 +257,7 @@ def shrink(data: bytes, side: int, name: str) -> bytes:
             torch.frombuffer(bytearray(data), dtype=torch.uint8), "RGB"
         )
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise StagingError(f"cannot decode image {name}: {reason}") from None
+        raise StagingError(f"cannot decode image {name}: {error}") from None
     if min(pixels.shape[1:]) <= side:
         return data
     pixels = functional.to_dtype(pixels, torch.uint8, scale=True)  # a PNG's 16 bits
@@ -319,7 +318,7 @@ def remove_abandoned() -> None:
     command = ["squeue", "--noheader", "--all", "--format=%A", f"--user={os.geteuid()}"]
     env = {name: os.environ[name] for name in os.environ if "SQUEUE_" not in name}
     try:
-        jobs = subprocess.check_output(command, env=env, text=True, timeout=60).split()
+        jobs = subprocess.check_output(command, env=env, text=True).split()
         for folder in folders:
             job = folder.name.removeprefix("slurm-job-")
             # Without this job, the answer is no list of the jobs.
@@ -327,7 +326,7 @@ def remove_abandoned() -> None:
             if ended and folder.lstat().st_uid == os.geteuid():
                 shutil.rmtree(folder, ignore_errors=True)
                 say(f"removed {folder}, left by a job of yours that has ended")
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.CalledProcessError):
         pass  # squeue says why, or another job has just removed it
 
 
