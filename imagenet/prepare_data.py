@@ -123,8 +123,10 @@ def is_staged(data_dir: Path, wanted: dict) -> bool:
     mine = data_dir.lstat().st_uid == os.geteuid()
     if mine and not any(data_dir.iterdir()):
         return False
-    index = data_dir / "index.json"
-    found = json.loads(index.read_text()) if index.exists() else {}
+    try:
+        found = json.loads((data_dir / "index.json").read_text())
+    except (OSError, ValueError):  # there is none, or the node went down meanwhile
+        found = {}
     if not mine or not wanted.items() <= found.items():
         raise StagingError(
             f"{data_dir} on {HOST} is another user's, or has something else in it: "
