@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from checkpoint import Checkpoints, Run
 from data import build_loaders, load_data, seed_torch
-from monitor import Monitor
 from prepare_data import BadPicture
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision import models
 from tqdm import tqdm
+from watch import Watch
 
 
 def parse_args() -> argparse.Namespace:
@@ -151,7 +151,7 @@ def main() -> None:
     set_ranks()
     setup_logging()
     logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
-    device = setup_distributed(args.timeout)
+    device = setup_distributed()
     if device.type == "cpu":
         logging.warning("warning: no GPU found, training on the CPU")
         if args.sync_batchnorm:
@@ -191,19 +191,19 @@ def main() -> None:
         run.load_state_dict(saved)
         del saved  # or it takes as much memory as the model, to the end
     train_loader, valid_loader = build_loaders(train_set, valid_set, run, args)
-    monitor = Monitor(checkpoints.folder, device, args)
+    watch = Watch(checkpoints.folder, device, args, scheduler.last_epoch)
     checkpoint.catch_stop_signals()
 
     while run.epoch <= args.epochs:
         start, steps_before = time.perf_counter(), run.step
         bar = progress(run.epoch, steps - run.step)
-        metrics = train(ddp_model, run, train_loader, bar, checkpoints, monitor, args)
+        metrics = train(ddp_model, run, train_loader, bar, checkpoints, watch, args)
         train_loss, train_accuracy = average(metrics, steps * global_batch_size)
         seconds = time.perf_counter() - start
         rate = (steps - steps_before) * global_batch_size / seconds
-        usage = monitor.usage(seconds)
+        usage = watch.usage(seconds)
         valid_loss, valid_accuracy = average(
-            evaluate(model, valid_loader, monitor), len(valid_set)
+            evaluate(model, valid_loader, watch), len(valid_set)
         )
         requeues = checkpoint.requeues_to_go(
             (args.epochs - run.epoch) * len(train_set), rate
@@ -212,24 +212,26 @@ def main() -> None:
             f"Epoch {run.epoch}: "
             f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
-            f"{rate:.0f} images/s{usage}{requeues}"
+            f"{rate:.0f} images/s{watch.describe(usage)}{requeues}"
         )
         train_values = {
             "train/loss": train_loss,
             "train/accuracy": train_accuracy,
             "images/s": rate,
+            **usage,
         }
-        monitor.log(
-            run,
+        watch.log(
+            run.scheduler.last_epoch,
             train_values | {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy},
         )
         if valid_accuracy > run.best_accuracy:
             checkpoints.mark_best(run, valid_accuracy)
         run.start_epoch(run.epoch + 1)
-    checkpoints.finish()
+    with watch.paused():
+        checkpoints.finish()
     sha256 = checkpoint.digest(model.state_dict())
     logging.info(f"Weights SHA-256 {sha256}, commit {checkpoint.commit()}")
-    monitor.close()
+    watch.close()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -248,7 +250,7 @@ def set_ranks() -> None:
     environ.setdefault("WORLD_SIZE", environ.get("SLURM_NTASKS", "1"))
 
 
-def setup_distributed(timeout: int) -> torch.device:
+def setup_distributed() -> torch.device:
     """Join the process group, one process a GPU, and return this process's device."""
     # Where rank 0 listens. job.sh sets both, salloc neither.
     if "MASTER_ADDR" not in environ:
@@ -259,7 +261,7 @@ def setup_distributed(timeout: int) -> torch.device:
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         check_port()
-        limit = timedelta(seconds=timeout)
+        limit = timedelta(minutes=30)
         dist.init_process_group(backend, device_id=device, timeout=limit)
     except (OSError, RuntimeError) as error:
         fail(
@@ -320,7 +322,7 @@ def train(
     loader: DataLoader,
     bar: tqdm,
     checkpoints,
-    monitor,
+    watch,
     args: argparse.Namespace,
 ) -> Tensor:
     """Train to the end of the epoch and return its metrics (see `measure`)."""
@@ -330,10 +332,10 @@ def train(
     # Rank 0 counts what was done before this start.
     metrics = run.metrics.to(device) * (rank == 0)
     parts, next_talk = loader.batch_sampler.parts, run.step
-    for number, (images, labels) in enumerate(monitor.watch(run, loader)):
+    for number, (images, labels) in enumerate(watch.batches(loader)):
         part = number % parts
         if part == 0 and run.step == next_talk:
-            next_talk += agree(run, metrics, checkpoints, monitor, args)
+            next_talk += agree(run, metrics, checkpoints, watch, args)
         images, labels = (
             tensor.to(device, non_blocking=True) for tensor in (images, labels)
         )
@@ -354,12 +356,13 @@ def train(
             run.optimizer.zero_grad()
             run.scheduler.step()
             run.step += 1
+            watch.step_done()
             show(bar, metrics)
     bar.close()
     # BatchNorm's running statistics are each rank's own: all take those of rank 0.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
-    agree(run, metrics, checkpoints, monitor, args, save=True)
+    agree(run, metrics, checkpoints, watch, args, save=True)
     return metrics
 
 
@@ -367,7 +370,7 @@ def agree(
     run: Run,
     metrics: Tensor,
     checkpoints,
-    monitor,
+    watch,
     args: argparse.Namespace,
     save=False,
 ) -> int:
@@ -375,10 +378,14 @@ def agree(
 
     Return the steps until they do it again.
     """
+    step, now = run.scheduler.last_epoch, time.perf_counter()
+    last_step, last_time = getattr(run.scheduler, "last_agreed", (step, now))
+    run.scheduler.last_agreed = step, now
+    seconds_per_step = (now - last_time) / max(1, step - last_step)
     mine = [
         checkpoint.stop_requested(),
         checkpoints.age() > 60 * args.save_minutes,
-        monitor.pace(run),
+        seconds_per_step,
     ]
     sums = torch.cat(
         (metrics, torch.tensor(mine, dtype=torch.float64, device=metrics.device))
@@ -393,19 +400,22 @@ def agree(
             together=True,
         )
     if samples and not save:  # else main() does
-        monitor.log(
-            run, {"train/loss": loss / samples, "train/accuracy": correct / samples}
+        watch.log(
+            run.scheduler.last_epoch,
+            {"train/loss": loss / samples, "train/accuracy": correct / samples},
         )
     run.metrics = sums[:3].cpu()
     if save or stop or due or run.step % args.save_steps == 0 < run.step:
-        checkpoints.save(run.state_dict())
+        with watch.paused():
+            checkpoints.save(run.state_dict())
     if stop:
-        checkpoints.finish()
+        with watch.paused():
+            checkpoints.finish()
         logging.info(
             f"Asked to stop: saved step {run.step} of epoch {run.epoch}, "
             "to go on from there"
         )
-        monitor.close()
+        watch.close()
         dist.barrier()
         dist.destroy_process_group()
         sys.exit(checkpoint.REQUEUE)
@@ -415,19 +425,18 @@ def agree(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: DataLoader, monitor: Monitor) -> Tensor:
+def evaluate(model: nn.Module, loader: DataLoader, watch: Watch) -> Tensor:
     """Return the metrics of the model (see `measure`) over all samples."""
     model.eval()
     device = next(model.parameters()).device
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in loader:
+    for images, labels in watch.batches(loader):
         images, labels = (
             tensor.to(device, non_blocking=True) for tensor in (images, labels)
         )
         with torch.autocast(device.type, torch.bfloat16, has_bfloat16()):
             logits = model(normalize(images))
         measure(metrics, logits, labels)
-        monitor.tick()
     return metrics
 
 
