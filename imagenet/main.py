@@ -379,8 +379,8 @@ def agree(
     Return the steps until they do it again.
     """
     step, now = run.scheduler.last_epoch, time.perf_counter()
-    last_step, last_time = getattr(run.scheduler, "last_agreed", (step, now))
-    run.scheduler.last_agreed = step, now
+    last_step, last_time = getattr(checkpoints, "last_agreed", (step, now))
+    checkpoints.last_agreed = step, now
     seconds_per_step = (now - last_time) / max(1, step - last_step)
     mine = [
         checkpoint.stop_requested(),
