@@ -176,12 +176,13 @@ class HangWatch:
             if found := re.search(r"Ranks ([\d, ]+) failed", str(error)):
                 missing = [int(rank) for rank in found[1].split(",")]
             elif "Timed out" in str(error):
-                missing = [0]  # or else rank 0 has said who is missing
+                missing = [0]
+            # Else rank 0 says who is missing, or srun says which process has ended.
         self.group = None  # after an error, gloo cannot use it again
         for rank in missing:
             say(
                 f"error: rank {rank} on {self.hosts[rank]} does not answer: "
-                "it was stopped or killed, or its node or the network is down"
+                "it is stopped or has ended, or its node or the network is down"
             )
 
     def _seconds_without_move(self) -> float:
