@@ -303,10 +303,9 @@ def work_slowly(folder: Path) -> None:
         take(1.5 if step == 0 else 0.4, rank=step % 2)
     with watching.paused():  # a checkpoint on a slow disk
         take(1.5, rank=0)
-    # One rank has more to evaluate than the other.
-    for _ in watching.batches(range(2 + 2 * dist.get_rank())):
-        time.sleep(0.3 * timeout)
-    dist.barrier()
+    # One rank has more to evaluate than the other, and closes later.
+    for _ in watching.batches(range(1 + 3 * dist.get_rank())):
+        time.sleep(0.4 * timeout)
     watching.close()
 
 
