@@ -243,6 +243,22 @@ def test_stopped_rank(culprit, tmp_path):
     assert text.index("does not answer") < text.index("has not moved")
 
 
+def stop_in_a_pause(folder: Path) -> None:
+    """Rank 0 is stopped while it saves, and the other waits for it."""
+    watching = watch.Watch(folder, CPU, options(timeout=TIMEOUT), 0)
+    with watching.paused():
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+
+def test_stopped_in_a_pause(tmp_path):
+    """That is no slow disk: who does not answer is named, and the others end."""
+    with Ranks(tmp_path / "log", 2, stop_in_a_pause, tmp_path) as ranks:
+        text = ranks.end_with_the_first()
+    assert f"error: rank 0 on {HOST} does not answer" in text
+
+
 def lose_a_rank(folder: Path) -> None:
     """Rank 1 is killed. The other waits for it, as NCCL does, without an error."""
     watching = watch.Watch(folder, CPU, options(timeout=TIMEOUT), 0)
