@@ -58,7 +58,7 @@ class Watch:
             first = False
 
     def paused(self):
-        """Return a context in which no rank hangs. All ranks enter it: one saves."""
+        """Return a context that may take long. All ranks enter it: others wait."""
         return self.hangs.paused()
 
     def step_done(self) -> None:
@@ -109,6 +109,7 @@ class HangWatch:
     def __init__(self, timeout: float):
         self.timeout, self.is_paused = timeout, False
         self.rank, self.hosts = dist.get_rank(), [""] * dist.get_world_size()
+        self.missing: list[int] = []  # ranks that did not come to the barrier
         self.group = self._make_group()
         self.moved("has not asked for a batch yet")
         self.closed = threading.Event()
@@ -163,7 +164,6 @@ class HangWatch:
 
     def _meet(self, closing: bool) -> None:
         """Wait for the threads of all ranks, and name those that do not come."""
-        missing = []
         try:
             limit = timedelta(seconds=0.7 * self.timeout)
             dist.monitored_barrier(self.group, limit, wait_all_ranks=True)
@@ -174,19 +174,21 @@ class HangWatch:
                 return
         except RuntimeError as error:
             if found := re.search(r"Ranks ([\d, ]+) failed", str(error)):
-                missing = [int(rank) for rank in found[1].split(",")]
+                self.missing = [int(rank) for rank in found[1].split(",")]
             elif "Timed out" in str(error):
-                missing = [0]
+                self.missing = [0]
             # Else rank 0 says who is missing, or srun says which process has ended.
         self.group = None  # after an error, gloo cannot use it again
-        for rank in missing:
+        for rank in self.missing:
             say(
                 f"error: rank {rank} on {self.hosts[rank]} does not answer: "
                 "it is stopped or has ended, or its node or the network is down"
             )
 
     def _seconds_without_move(self) -> float:
-        return 0.0 if self.is_paused else time.monotonic() - self.last_move
+        if self.is_paused and not self.missing:
+            return 0.0
+        return time.monotonic() - self.last_move
 
     def _report(self) -> None:
         with open(os.memfd_create("stacks"), "w+") as stacks:
