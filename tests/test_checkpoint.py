@@ -533,7 +533,7 @@ def test_recipe():
         "sync_batchnorm": False,
     }
     others = {"workers": 3, "compile": True, "keep": 9, "timeout": 5, "save_steps": 2}
-    fingerprint = {"pictures": SimpleNamespace(fingerprint="1a2b")}
+    fingerprint = {"images": SimpleNamespace(fingerprint="1a2b")}
     data = type("Data", (), {"__len__": lambda self: 99} | fingerprint)
     recipe = checkpoint.get_recipe(SimpleNamespace(**settings, **others), data())
     assert recipe == settings | {"samples": 99, "fingerprint of the data": "1a2b"}
