@@ -11,7 +11,6 @@ import collections
 import contextlib
 import gzip
 import importlib
-import itertools
 import json
 import math
 import multiprocessing
@@ -250,7 +249,7 @@ RUNS = {
         3,
         [*MOBILE, "--accumulate=2", "--batch-size=2", "--limit-train-samples=100"],
     ),
-    "validating": (2, [*MOBILE, "--epochs=2", "--limit-valid-samples=800"]),
+    "validating": (2, [*MOBILE, "--epochs=1", "--limit-valid-samples=800"]),
 }
 
 
@@ -266,14 +265,11 @@ def undisturbed(tmp_path_factory) -> dict[str, Training]:
 
 def test_a_whole_run(undisturbed):
     """It says on how many samples it trains, a line an epoch, and last its weights."""
-    for name, samples, head in (
-        ("plain", 64, "World size 2: 8 steps an epoch, 2 x 4 samples each, of 67"),
-        (
-            "accumulating",
-            96,
-            "World size 3: 8 steps an epoch, 3 x 4 samples each, of 100",
-        ),
-    ):
+    heads = {
+        "plain": "World size 2: 8 steps an epoch, 2 x 4 samples each, of 67",
+        "accumulating": "World size 3: 8 steps an epoch, 3 x 4 samples each, of 100",
+    }
+    for name, head in heads.items():
         training = undisturbed[name]
         lines = training.text().splitlines()
         assert ARGUMENTS_LINE.match(lines[0])
@@ -282,10 +278,6 @@ def test_a_whole_run(undisturbed):
         assert [epoch for epoch, _ in epochs(training)] == ["1", "2", "3"]
         assert weights(training)
         assert len(lines) == 7, training.text()
-        for _, metrics in epochs(training):
-            train, valid = re.findall(r"accuracy (\d+\.\d\d%)", metrics)
-            assert train in {f"{n / samples:.2%}" for n in range(samples + 1)}
-            assert valid in {f"{n / 23:.2%}" for n in range(24)}
 
 
 def stop(folder: Path, name: str, workers: int, number, epoch: int, step: int):
@@ -336,13 +328,18 @@ def test_stopped_in_an_epoch(name, number, workers, undisturbed, tmp_path):
 
 @pytest.mark.parametrize("number, workers", [(signal.SIGUSR1, 0), (signal.SIGTERM, 2)])
 def test_stopped_in_a_validation(number, workers, undisturbed, tmp_path):
-    """It may take longer than is left: it is left, and made when the run goes on."""
+    """It may take longer than is left: it is left, and made when the run goes on.
+
+    So is the last one of a run that had finished.
+    """
     # The epoch is saved, then validated on 100 batches.
     assert stop(tmp_path, "validating", workers, number, 1, 8) == (1, 8)
     assert not EPOCH_LINE.search((tmp_path / "0.log").read_text())
     world_size, arguments = RUNS["validating"]
     resumed = run_to_its_end(tmp_path, world_size, *arguments, f"--workers={workers}")
     check_that_nothing_is_lost(tmp_path, resumed, undisturbed["validating"])
+    again = run_to_its_end(tmp_path, world_size, *arguments, f"--workers={workers}")
+    check_that_nothing_is_lost(tmp_path, again, undisturbed["validating"])
 
 
 def test_killed_rank(undisturbed, tmp_path):
@@ -366,15 +363,6 @@ def test_killed_rank(undisturbed, tmp_path):
     resumed = run_to_its_end(tmp_path, 2, *MOBILE, "--workers=2")
     assert f"Resuming from {newest}\n" in resumed.text()
     check_that_nothing_is_lost(tmp_path, resumed, undisturbed["plain"])
-
-
-def test_a_finished_run_tells_its_end_again(undisturbed, tmp_path):
-    shutil.copytree(undisturbed["plain"].checkpoints, tmp_path / "checkpoints" / "none")
-    before = sorted(path.name for path in tmp_path.rglob("*.pt"))
-    again = run_to_its_end(tmp_path, 2, *MOBILE, "--workers=0")
-    assert weights(again) == weights(undisturbed["plain"])
-    assert epochs(again) == epochs(undisturbed["plain"])[-1:]
-    assert sorted(path.name for path in tmp_path.rglob("*.pt")) == before
 
 
 def test_other_numbers_of_ranks(tmp_path):
@@ -513,18 +501,13 @@ def test_an_image_that_does_not_decode(split, workers, tree, tmp_path):
     assert re.match(rf"main.py: error: cannot \w+ .*{bad} on .*: .+", line), text
 
 
-def test_limited_samples(tree, tmp_path):
+def test_limited_samples(tree):
     """The --limit options choose from all of the data, and so from all classes."""
-    limits = ["--limit-train-samples=13", "--limit-valid-samples=100"]
-    text = run_to_its_end(
-        tmp_path, 2, f"--data-dir={tree}", *SMALL, *limits, "--workers=1"
-    ).text()
-    assert "3 steps an epoch, 2 x 2 samples each, of 13; 21 to validate" in text
-    train_set, _ = data.load_data(
-        options(synthetic=False, data_dir=tree, limit_train_samples=13)
-    )
-    assert len(set(train_set.chosen.tolist())) == 13
-    assert {train_set[1, index][1] for index in range(13)} == {0, 1, 2}
+    limits = {"limit_train_samples": 13, "limit_valid_samples": 100}
+    sets = data.load_data(options(synthetic=False, data_dir=tree, **limits))
+    assert [len(data_set) for data_set in sets] == [13, 21]
+    assert len(set(sets[0].chosen.tolist())) == 13
+    assert {sets[0][1, index][1] for index in range(13)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -714,52 +697,25 @@ class Numbers(Dataset):
         return key[::-1]
 
 
-def gather(world_size: int, share, *args) -> list[list[list]]:
-    """Return what each rank has in each of its batches."""
-    found = []
-    for rank in range(world_size):
-        with alone(rank, world_size):
-            found.append([torch.stack(batch, 1).tolist() for batch in share(*args)])
-    return found
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 def test_ranks_share_every_global_batch(world_size):
     """Over all ranks, an epoch's whole batches are there once, from any step on."""
     loader = data.build_loader(Numbers(103), 0)
-    for global_batch_size in (8, 10, 15, 20, 103):
-        for epoch, step in ((1, 0), (2, 1), (2, 3)):
-            run = SimpleNamespace(
-                global_batch_size=global_batch_size, epoch=epoch, step=step
-            )
-            ranks = gather(world_size, data.training_batches, loader, run, CPU)
-            order = data.draw_epoch(103, 7, epoch).tolist()
-            together = []
-            for batches in zip(*ranks, strict=True):
-                sizes = [len(batch) for batch in batches]
-                assert max(sizes) - min(sizes) <= 1
-                together.append(sorted(itertools.chain(*batches)))
-            assert together == [
-                sorted([index, epoch] for index in order[start:][:global_batch_size])
-                for start in range(
-                    step * global_batch_size,
-                    103 // global_batch_size * global_batch_size,
-                    global_batch_size,
-                )
-            ]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_ranks_share_the_validation(world_size):
-    """Every sample is there once. Batches have one size, and ranks as many of them."""
-    for samples, batch_size in ((3, 4), (23, 4), (24, 3), (40, 5)):
-        loader = data.build_loader(Numbers(samples), 0)
-        ranks = gather(world_size, data.evaluation_batches, loader, batch_size, CPU)
-        assert len({len(batches) for batches in ranks}) == 1
-        batches = list(itertools.chain(*ranks))
-        assert {len(batch) for batch in batches} == {batch_size}
-        found = [index for batch in batches for index, _ in batch if index >= 0]
-        assert sorted(found) == list(range(samples))
+    for size, epoch, step in ((8, 1, 0), (15, 2, 1), (20, 1, 3), (103, 1, 0)):
+        run = SimpleNamespace(global_batch_size=size, epoch=epoch, step=step)
+        ranks = []
+        for rank in range(world_size):
+            with alone(rank, world_size):
+                ranks.append(list(data.training_batches(loader, run, CPU)))
+        order = data.draw_epoch(103, 7, epoch)
+        assert len(ranks[0]) == 103 // size - step
+        for number, shares in enumerate(zip(*ranks, strict=True), step):
+            sizes = [len(numbers) for numbers, _ in shares]
+            assert max(sizes) - min(sizes) <= 1
+            numbers, epochs = map(torch.cat, zip(*shares, strict=True))
+            right = order[number * size :][:size]
+            assert sorted(numbers.tolist()) == sorted(right.tolist())
+            assert set(epochs.tolist()) == {epoch}
 
 
 def test_draw_epoch():
@@ -942,13 +898,13 @@ def count_calls(work) -> collections.Counter:
     return collections.Counter(event.name for event in profile.events())
 
 
-def count_steps(folder: Path, steps: int, batch_size: int) -> tuple:
-    """Count what so many steps of 4 samples a rank call, and then an evaluation."""
+def count_steps(folder: Path, steps: int) -> tuple:
+    """Count what so many steps of 2 x 2 samples a rank call, and then an evaluation."""
     global_batch_size = 4 * dist.get_world_size()
     train_set, valid_set = data.load_data(
         options(limit_train_samples=steps * global_batch_size, limit_valid_samples=200)
     )
-    args = options(batch_size=batch_size)
+    args = options(batch_size=2)
     # The crops and flips, which read values, are drawn in another process.
     train_loader = data.build_loader(train_set, 1)
     valid_loader = data.build_loader(valid_set, 1)
@@ -967,20 +923,17 @@ def count_steps(folder: Path, steps: int, batch_size: int) -> tuple:
     return training, count_calls(lambda: main.evaluate(model, run, batches, watch))
 
 
-def count_short_and_long(folder: Path, batch_size: int) -> list[tuple]:
-    return [count_steps(folder / str(n), n, batch_size) for n in (10, 50)]
+def count_short_and_long(folder: Path) -> list[tuple]:
+    return [count_steps(folder / str(steps), steps) for steps in (10, 50)]
 
 
-@pytest.mark.parametrize("batch_size", [4, 2])
-def test_steps_hardly_talk(batch_size, tmp_path):
+def test_steps_hardly_talk(tmp_path):
     """One all-reduce of the gradients a step, also with accumulation.
 
     A small one every 20 steps, and every 20 batches of an evaluation. BatchNorm's
     statistics go round once, before the evaluation.
     """
-    for (short, _), (long, evaluation) in run_ranks(
-        2, count_short_and_long, tmp_path, batch_size
-    ):
+    for (short, _), (long, evaluation) in run_ranks(2, count_short_and_long, tmp_path):
         growth = {name: long[name] - short[name] for name in {*long, *short}}
         collectives = {
             name for name, n in growth.items() if name.startswith("c10d::") and n
@@ -1050,26 +1003,31 @@ def test_the_pace_is_that_of_this_start(tmp_path):
 # Evaluation
 
 
-def evaluate(batch_size: int) -> tuple[float, float]:
+def evaluate(batch_size: int) -> tuple[float, float, list[int]]:
+    """Return the loss, the accuracy, and the sizes of this rank's batches."""
     torch.manual_seed(3)
     model = NormModel()
     model[1].running_mean.uniform_(-1, 1)
     model[1].running_var.uniform_(0.5, 2)
     _, valid_set = data.load_data(options())
-    loader = data.build_loader(valid_set, 1)
-    batches = data.evaluation_batches(loader, batch_size, CPU)
+    loader = data.build_loader(valid_set, 0)
+    batches = list(data.evaluation_batches(loader, batch_size, CPU))
     run = build_run(model, options(), 8, 10)
-    return main.average(main.evaluate(model, run, batches, NoWatch()), 23)
+    metrics = main.evaluate(model, run, batches, NoWatch())
+    return *main.average(metrics, 23), [len(labels) for _, labels in batches]
 
 
 def test_evaluation_does_not_depend_on_the_ranks():
-    """Any number of GPUs and any batch size report the same for the same weights."""
-    results = []
-    for world_size, batch_size in ((1, 23), (2, 5), (3, 4)):
-        results += run_ranks(world_size, evaluate, batch_size)
-    for loss, accuracy in results:
-        assert loss == pytest.approx(results[0][0], abs=1e-5)
-        assert accuracy == results[0][1]
+    """Any number of GPUs and any batch size report the same for the same weights.
+
+    Each sample counts once. Batches have one size: --compile compiles for each.
+    """
+    ((right_loss, right_accuracy, _),) = run_ranks(1, evaluate, 23)
+    for world_size, batch_size, batches in ((2, 5, 3), (3, 4, 2)):
+        for loss, accuracy, sizes in run_ranks(world_size, evaluate, batch_size):
+            assert loss == pytest.approx(right_loss, abs=1e-5)
+            assert accuracy == right_accuracy
+            assert sizes == [batch_size] * batches
 
 
 def test_metrics_are_averaged_over_samples():
@@ -1100,99 +1058,59 @@ def test_metrics_are_averaged_over_samples():
 
 def test_every_model_can_be_built():
     """Each of torchvision's classification models gives logits of all the classes."""
-    names = main.models.list_models(module=main.models)
-    assert len(names) >= 80
     with torch.device("meta"):
-        # The regnets read their weights.
-        for name in (name for name in names if not name.startswith("regnet")):
+        for name in models.list_models(module=models):
+            if name.startswith("regnet"):  # they read their weights
+                continue
             model = main.build_model(options(model=name), 7)
-            sizes = {p.shape[0] for p in list(model.parameters())[-4:]}
+            sizes = {weight.shape[0] for weight in list(model.parameters())[-4:]}
             assert 7 in sizes or "squeezenet" in name, name
-        for name, size in (
-            ("googlenet", 64),
-            ("inception_v3", 80),
-            ("vit_b_16", 224),
-            ("squeezenet1_0", 64),
-        ):
+        for name, size in (("googlenet", 64), ("inception_v3", 80), ("vit_b_16", 224)):
             model = main.build_model(options(model=name), 7).train()
-            logits = model(torch.empty(2, 3, size, size))
-            assert isinstance(logits, torch.Tensor) and logits.shape == (2, 7)
-    assert main.build_model(options(model="regnet_y_400mf"), 7).fc.out_features == 7
-    assert main.build_model(options(), 7)(torch.ones(2, 3, 9, 9)).shape == (2, 7)
+            assert model(torch.empty(2, 3, size, size)).shape == (2, 7)
+    for name in ("regnet_y_400mf", "squeezenet1_0", "dummy"):
+        model = main.build_model(options(model=name), 7)
+        assert model(torch.ones(2, 3, 64, 64)).shape == (2, 7)
 
 
 def test_blocks_begin_as_the_identity():
     """The last BatchNorm of a ResNet block begins with a gamma of 0, others with 1."""
-    model = main.build_model(options(model="resnet18"), 10)
-    gammas = {
-        name: m.weight
-        for name, m in model.named_modules()
-        if isinstance(m, nn.BatchNorm2d)
-    }
-    last = [name for name in gammas if re.fullmatch(r"layer\d\.\d\.bn2", name)]
-    assert len(last) == 8 and len(gammas) == 20
-    assert all((gammas[name] == (name not in last)).all() for name in gammas)
+    for name, module in main.build_model(options(model="resnet18"), 10).named_modules():
+        if isinstance(module, nn.BatchNorm2d):
+            last = re.fullmatch(r"layer\d\.\d\.bn2", name)
+            assert (module.weight == (0 if last else 1)).all(), name
 
 
 def test_weight_decay():
     """Weights of convolutions and linear layers decay; biases and norms do not."""
     model = main.build_model(options(model="resnet18"), 10)
     optimizer, _ = main.build_optimizer(model, options(weight_decay=0.03), 256, 10)
-    decays = {
-        id(p): group["weight_decay"]
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
+    decays = {}
+    for group in optimizer.param_groups:
+        decays |= dict.fromkeys(group["params"], group["weight_decay"])
     assert len(decays) == len(list(model.parameters()))
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             shrinks = name == "weight" and isinstance(module, nn.Conv2d | nn.Linear)
-            assert decays[id(parameter)] == (0.03 if shrinks else 0)
-    assert all(group["fused"] for group in optimizer.param_groups)
+            assert decays[parameter] == (0.03 if shrinks else 0)
 
 
 @pytest.mark.parametrize("global_batch_size", [64, 1024])
 def test_learning_rate(global_batch_size):
     """It rises for 8 of 90 epochs to --learning-rate per 256 samples, then falls."""
     args = options(epochs=90, learning_rate=0.256)
-    optimizer, scheduler = main.build_optimizer(
-        nn.Linear(3, 2), args, global_batch_size, 5
-    )
+    model = nn.Linear(3, 2)
+    optimizer, scheduler = main.build_optimizer(model, args, global_batch_size, 5)
     peak, rates = global_batch_size / 1000, []
     for _ in range(450):
         assert len({group["lr"] for group in optimizer.param_groups}) == 1
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    assert max(rates) == pytest.approx(peak, rel=1e-3)
-    assert 38 <= rates.index(max(rates)) <= 41  # 8 epochs of 5 steps
+    top = rates.index(max(rates))
+    assert 38 <= top <= 41  # 8 epochs of 5 steps
+    assert rates[top] == pytest.approx(peak, rel=1e-3)
     assert rates[0] == pytest.approx(peak / 25)
     assert 0 < rates[-1] < peak / 1e4
-    rising, falling = (
-        rates[: rates.index(max(rates)) + 1],
-        rates[rates.index(max(rates)) :],
-    )
-    assert rising == sorted(rising) and falling == sorted(falling, reverse=True)
-    assert {group["momentum"] for group in optimizer.param_groups} == {0.875}
-    with pytest.raises(ValueError):
-        for _ in range(2):
-            scheduler.step()
-
-
-def test_normalize():
-    """Colours at ImageNet's mean become 0, one standard deviation above it 1.
-
-    They are float32 in channels_last.
-    """
-    mean, std = (
-        torch.tensor(v).view(3, 1, 1)
-        for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    )
-    images = (
-        torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
-    )
-    normal = main.normalize(images)
-    assert normal.dtype == torch.float32 and normal.is_contiguous(
-        memory_format=torch.channels_last
-    )
-    torch.testing.assert_close(normal, ((images / 255 - mean) / std), atol=1e-5, rtol=0)
+    assert rates[:top] == sorted(rates[:top])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
