@@ -434,6 +434,8 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
         options = {"zero_init_residual": True}
     elif args.model in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}
+    if args.sync_batchnorm and not torch.cuda.is_available():
+        raise RunError("--sync-batchnorm needs GPUs: leave it out")
     model = models.get_model(args.model, num_classes=classes, **options)
     return (
         nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_batchnorm else model

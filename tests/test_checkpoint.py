@@ -593,7 +593,7 @@ def test_another_run_in_the_folder(tmp_path, rank0, monkeypatch):
 
 
 def test_each_job_has_a_folder(tmp_path, monkeypatch, rank0):
-    """Each task of an array, too, where it was submitted, if its code runs elsewhere."""
+    """Each task of an array, too, and where it was submitted, not where its code is."""
     for name in ("SCRATCH", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     assert checkpoint.default_checkpoint_dir() == Path("checkpoints/none")
