@@ -254,7 +254,7 @@ def get_recipe(args: argparse.Namespace, data: Dataset) -> dict:
     recipe = {name: getattr(args, name) for name in names.split()}
     return recipe | {
         "samples": len(data),
-        "fingerprint of the data": data.pictures.fingerprint,
+        "fingerprint of the data": data.images.fingerprint,
     }
 
 

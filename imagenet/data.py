@@ -1,23 +1,183 @@
-"""What a rank trains on: which samples, in which order, decoded by its processes."""
+"""What a rank trains on: the images of a split, in which order, and their decoding."""
 
 import argparse
 import atexit
+import hashlib
+import itertools
+import json
 import math
 import multiprocessing.util
+import os
 import signal
 import socket
 import sys
+import warnings
+import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from checkpoint import Run, RunError
-from prepare_data import Pictures, Synthetic
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision.io import decode_image, read_file
 from torchvision.transforms import v2
+
+# torchvision 0.29 hands decoding over to another package,
+# and would say so at every image.
+warnings.filterwarnings(
+    "ignore", "The image decoding and encoding capabilities", DeprecationWarning
+)
+
+
+class BadImage(RuntimeError):
+    """An image that cannot be decoded; its text is one line that names it."""
+
+
+class Images:
+    """The images of a split, "train" or "val", as prepare_data.py has staged them.
+
+    A tree of class folders, train/CLASS/IMAGE and val/CLASS/IMAGE, will do, too.
+    Processes share the index and the file, and no position in it: it may be forked.
+    Pickled, it is a path, and a tree's index: to scan a tree again would take long.
+    """
+
+    def __init__(self, data_dir: Path, split: str, scanned: np.ndarray | None = None):
+        self.data_dir, self.split, self.scanned = Path(data_dir), split, scanned
+        self.archive: str | None = None  # that the images are in, if they are in one
+        staged = self.data_dir / "index.json"
+        if staged.exists():
+            index = json.loads(staged.read_text())
+            self.classes = index["classes"]
+            if not index["extract"]:
+                self.archive = index["archives"][split]
+            self.index = np.load(self.data_dir / f"{split}.npy", mmap_mode="r")
+        elif (self.data_dir / split).is_dir():
+            folders = (self.data_dir / "train").iterdir()
+            self.classes = sorted(folder.name for folder in folders if folder.is_dir())
+            if scanned is None:
+                self.scanned = scan(self.data_dir / split, self.classes)
+            self.index = self.scanned
+        else:
+            raise FileNotFoundError(
+                f"no data in {self.data_dir.absolute()}: "
+                "for job.sh, set IMAGENET_DIR to the archives; "
+                "else run prepare_data.py on every node; or use --synthetic"
+            )
+        self.labels = np.ascontiguousarray(self.index["label"])
+        if self.archive:
+            self.file = open(self.data_dir / self.archive, "rb")
+
+    def __reduce__(self):
+        return Images, (self.data_dir, self.split, self.scanned)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A checksum of names, labels and sizes, the same however they are staged."""
+        digest = hashlib.sha256()
+        for field in ("name", "label", "size"):
+            digest.update(self.index[field].tobytes())
+        return digest.hexdigest()
+
+    def name(self, i: int) -> str:
+        name = f"{self.split}/{self.index['name'][i].decode()}"
+        return f"{self.archive}: {name}" if self.archive else f"{self.data_dir}/{name}"
+
+    def read(self, i: int) -> Tensor:
+        """Return an image: RGB, uint8, of shape (3, height, width).
+
+        Raises BadImage.
+        """
+        try:
+            if self.archive:
+                return decode(self.read_bytes(i))
+            return decode(read_file(self.name(i)))
+        except (OSError, RuntimeError, zlib.error) as error:
+            host = socket.gethostname()
+            raise BadImage(
+                f"cannot decode image {self.name(i)} on {host}: {error}"
+            ) from None
+
+    def read_bytes(self, i: int) -> Tensor:
+        """Return an image as it is in the archive, or was before it was deflated."""
+        _, _, offset, size, packed = self.index[i].tolist()
+        data = bytearray(packed or size)
+        if os.preadv(self.file.fileno(), [data], offset) < len(data):
+            raise OSError("the archive ends before it")
+        if packed:
+            data = bytearray(zlib.decompress(data, wbits=-zlib.MAX_WBITS))
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def decode(data: Tensor) -> Tensor:
+    """Return the pixels of a JPEG or PNG: RGB, uint8, of shape (3, height, width)."""
+    pixels = decode_image(data, "RGB")
+    # A PNG may have 16 bits.
+    return v2.functional.to_dtype(pixels, torch.uint8, scale=True)
+
+
+def scan(folder: Path, classes: list[str]) -> np.ndarray:
+    """Return the index of a tree of class folders, as prepare_data.py writes it."""
+
+    def scan_class(label: int) -> list[tuple]:
+        rows = []
+        for file in (folder / classes[label]).rglob("*.*"):
+            if file.suffix.lower() in (".jpg", ".jpeg", ".png"):
+                name = str(file.relative_to(folder)).encode()
+                rows.append((label, name, 0, file.stat().st_size, 0))
+        return sorted(rows)
+
+    # A network disk answers slowly, but many at a time.
+    with ThreadPoolExecutor(32) as threads:
+        found = list(threads.map(scan_class, range(len(classes))))
+    rows = list(itertools.chain.from_iterable(found))
+    if not rows:
+        raise FileNotFoundError(f"no images in {folder}")
+    return np.rec.fromrecords(rows, names="label, name, offset, size, packed")
+
+
+class Synthetic:
+    """Images to learn from, drawn from a seed.
+
+    Each class is a plaid of its own, hidden in noise.
+    Another seed gives other images of the same classes.
+    """
+
+    def __init__(
+        self, samples: int, classes: int, seed: int = 0, resolution: int = 256
+    ):
+        self.seed, self.shortest = seed, resolution
+        self.longest = resolution + resolution // 4
+        self.classes = [f"plaid {i}" for i in range(classes)]
+        self.labels = np.arange(samples) % classes
+        self.fingerprint = f"synthetic {samples, classes, seed, resolution}"
+        generator = torch.Generator().manual_seed(0)
+        stripes = 64 * torch.rand(2 * classes, 3, 8, generator=generator)
+        stripes = F.interpolate(stripes, self.longest, mode="linear").byte()
+        rows, columns = stripes.split(classes)
+        self.plaids = rows[:, :, :, None] + columns[:, :, None, :]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, i: int) -> str:
+        return f"synthetic image {i}"
+
+    def read(self, i: int) -> Tensor:
+        """Return an image: RGB, uint8, of shape (3, height, width)."""
+        rng = np.random.default_rng((self.seed, i))
+        height, width = rng.integers(self.shortest, self.longest, 2, endpoint=True)
+        noise = rng.integers(128, size=(3, height, width), dtype=np.uint8)
+        plaid = self.plaids[self.labels[i], :, :height, :width]
+        return plaid + torch.from_numpy(noise)
 
 
 class RandomResizedCrop(v2.RandomResizedCrop):
@@ -31,19 +191,17 @@ class RandomResizedCrop(v2.RandomResizedCrop):
 
 
 class Augmented(Dataset):
-    """Pictures as a step takes them, uint8 in (3, size, size), and their classes."""
+    """Images as a step takes them, uint8 in (3, size, size), and their classes."""
 
     def __init__(
         self,
-        pictures: Pictures | Synthetic,
+        images: Images | Synthetic,
         limit: int | None,
         args: argparse.Namespace,
     ):
         self.size = size = (args.image_size, args.image_size)
-        self.pictures, self.seed = pictures, args.seed
-        self.chosen = np.sort(
-            np.random.default_rng(0).permutation(len(pictures))[:limit]
-        )
+        self.images, self.seed = images, args.seed
+        self.chosen = np.sort(np.random.default_rng(0).permutation(len(images))[:limit])
         self.crop_and_flip = v2.Compose(
             [RandomResizedCrop(size), v2.RandomHorizontalFlip()]
         )
@@ -64,8 +222,8 @@ class Augmented(Dataset):
             # makes it. torch.manual_seed would seed every kind of device: 0.2 ms.
             torch.default_generator.manual_seed(mix(self.seed, epoch, index))
         transform = self.crop_and_flip if epoch else self.center
-        return transform(self.pictures.read(self.chosen[index])), int(
-            self.pictures.labels[self.chosen[index]]
+        return transform(self.images.read(self.chosen[index])), int(
+            self.images.labels[self.chosen[index]]
         )
 
 
@@ -77,8 +235,8 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
             train = Synthetic(args.limit_train_samples or 2304, 10, 0, size)
             valid = Synthetic(args.limit_valid_samples or 256, 10, 1, size)
         else:
-            train = Pictures(args.data_dir, "train")
-            valid = Pictures(args.data_dir, "valid")
+            train = Images(args.data_dir, "train")
+            valid = Images(args.data_dir, "val")
     except (OSError, ValueError) as error:
         sys.exit(f"main.py: error: on {socket.gethostname()}: {error}")
     return (
@@ -89,7 +247,7 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
 
 def check_same_data(*data_sets: Augmented) -> None:
     """Refuse nodes with different data: each has a disk of its own."""
-    mine = [data_set.pictures.fingerprint for data_set in data_sets]
+    mine = [data_set.images.fingerprint for data_set in data_sets]
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     if any(fingerprints != mine for fingerprints in found):

@@ -40,7 +40,7 @@ forget_other_jobs
 # With all the CPUs that the job has there.
 on_each_node() {
     env -u SLURM_CPUS_PER_TASK srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-        --cpu-bind=none "$@"
+        --cpu-bind=none --kill-on-bad-exit=1 "$@"
 }
 # The data goes to the node's own disk: to SLURM_TMPDIR if the cluster sets it, else to a
 # folder that this script makes and removes. After scancel or the time limit, it may stay.
@@ -101,7 +101,7 @@ export WORK_DIR=$PWD SYNC_FLAGS=--locked
 export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
 if [ -n "$GIT_COMMIT" ]; then
     code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh") ||
-        fail "no commit $GIT_COMMIT of $PWD on $(hostname), see above: is that a shared disk?"
+        fail "no commit $GIT_COMMIT in $PWD on $(hostname): is that a shared disk?"
     eval "$code_checkpointing"
 else
     # Once, here: tasks that all do this at the same time get in each other's way.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from checkpoint import Checkpoints, Run, RunError
 from data import (
+    BadImage,
     build_loader,
     check_same_data,
     evaluation_batches,
@@ -26,7 +27,6 @@ from data import (
     seed_torch,
     training_batches,
 )
-from prepare_data import BadPicture
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
@@ -138,7 +138,7 @@ def main() -> None:
     )
 
     torch.manual_seed(args.seed)
-    model = build_model(args, len(train_set.pictures.classes))
+    model = build_model(args, len(train_set.images.classes))
     model = model.to(device, memory_format=torch.channels_last)
     if args.compile:
         model.compile()
@@ -535,6 +535,6 @@ if __name__ == "__main__":
             print(f"main.py: error: {error}", file=sys.stderr, flush=True)
         dist.barrier()
         sys.exit(1)
-    except BadPicture as error:
+    except BadImage as error:
         # From a DataLoader worker it comes with a traceback, which ends in its text.
-        fail(str(error).strip().split("BadPicture: ")[-1])
+        fail(str(error).strip().split("BadImage: ")[-1])

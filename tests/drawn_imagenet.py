@@ -1,4 +1,4 @@
-"""Archives laid out as (Tiny) ImageNet, of made-up pictures that a model can learn."""
+"""Archives laid out as (Tiny) ImageNet, of made-up images that a model can learn."""
 
 import io
 import tarfile
@@ -23,7 +23,7 @@ class Drawn(NamedTuple):
 
 
 def draw(classes: int, train: int, valid: int, resolution: int, seed: int) -> list:
-    """Return each class's wnid, and its pictures' files to train on and to validate."""
+    """Return each class's wnid, and its images' files to train on and to validate."""
     rng = np.random.default_rng(seed)
     drawn = []
     for label in range(classes):
@@ -33,27 +33,27 @@ def draw(classes: int, train: int, valid: int, resolution: int, seed: int) -> li
             height, width = rng.integers(
                 resolution, resolution + resolution // 2, size=2
             ).tolist()
-            picture = Image.fromarray(pattern.astype(np.uint8)).resize(
+            image = Image.fromarray(pattern.astype(np.uint8)).resize(
                 (width, height), Image.BILINEAR
             )
             noise = rng.normal(scale=20, size=(height, width, 3))
-            picture = Image.fromarray(
-                (np.asarray(picture) + noise).clip(0, 255).astype(np.uint8)
+            image = Image.fromarray(
+                (np.asarray(image) + noise).clip(0, 255).astype(np.uint8)
             )
             # ImageNet has a few of these, too; all are called .JPEG.
             mode, kind = {(0, 0): ("CMYK", "JPEG"), (1, 0): ("RGB", "PNG")}.get(
                 (label, i), ("RGB", "JPEG")
             )
             file = io.BytesIO()
-            picture.convert(mode).save(file, kind)
+            image.convert(mode).save(file, kind)
             files.append(file.getvalue())
         drawn.append((f"n{label + 1:08d}", files[:train], files[train:]))
     return drawn
 
 
-def tar_bytes(files: dict[str, bytes], mode: str = "w") -> bytes:
+def tar_bytes(files: dict[str, bytes], mode: str = "w", **options) -> bytes:
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode) as tar:
+    with tarfile.open(fileobj=buffer, mode=mode, **options) as tar:
         for name, data in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
@@ -71,14 +71,14 @@ def draw_imagenet(
     # As in the real one, in another order than the wnids.
     numbers = rng.permutation(classes) + 1
     train_files, tars = {}, {}
-    for wnid, pictures, _ in drawn:
-        files = {f"{wnid}_{i}.JPEG": data for i, data in enumerate(pictures)}
+    for wnid, images, _ in drawn:
+        files = {f"{wnid}_{i}.JPEG": data for i, data in enumerate(images)}
         train_files |= {(wnid, name): data for name, data in files.items()}
         tars[f"{wnid}.tar"] = tar_bytes(files)
     (folder / "ILSVRC2012_img_train.tar").write_bytes(tar_bytes(tars))
 
     answers = [
-        (label, data) for label, (*_, pictures) in enumerate(drawn) for data in pictures
+        (label, data) for label, (*_, images) in enumerate(drawn) for data in images
     ]
     answers = [answers[i] for i in rng.permutation(len(answers))]
     names = [f"ILSVRC2012_val_{i + 1:08d}.JPEG" for i in range(len(answers))]
@@ -87,7 +87,7 @@ def draw_imagenet(
     truth = "".join(f"{numbers[label]}\n" for label, _ in answers)
     write_devkit(
         folder,
-        {wnid: len(pictures) for wnid, pictures, _ in drawn},
+        {wnid: len(images) for wnid, images, _ in drawn},
         numbers.tolist(),
         truth,
     )
@@ -136,25 +136,23 @@ def write_devkit(
 
 def draw_tiny_imagenet(folder: Path, classes=3, train=5, valid=2, seed=1) -> Drawn:
     """Write tiny-imagenet-200.zip to a folder."""
-    root, texts, pictures, annotations = "tiny-imagenet-200", {}, {}, []
+    root, texts, images, annotations = "tiny-imagenet-200", {}, {}, []
     train_files, valid_files = {}, {}
     for wnid, train_set, valid_set in draw(classes, train, valid, 64, seed):
         for i, data in enumerate(train_set):
-            name = f"{wnid}_{i}.JPEG"
-            pictures[f"{root}/train/{wnid}/images/{name}"] = train_files[wnid, name] = (
-                data
-            )
+            name = f"images/{wnid}_{i}.JPEG"
+            images[f"{root}/train/{wnid}/{name}"] = train_files[wnid, name] = data
         texts[f"{root}/train/{wnid}/{wnid}_boxes.txt"] = "a box\n"
         for data in valid_set:
             name = f"val_{len(annotations)}.JPEG"
-            pictures[f"{root}/val/images/{name}"] = valid_files[wnid, name] = data
+            images[f"{root}/val/images/{name}"] = valid_files[wnid, name] = data
             annotations.append(f"{name}\t{wnid}\t0\t0\t63\t63\n")
     texts[f"{root}/wnids.txt"] = "".join(
         f"n{label + 1:08d}\n" for label in reversed(range(classes))
     )
     texts[f"{root}/val/val_annotations.txt"] = "".join(annotations)
-    pictures[f"{root}/test/images/test_0.JPEG"] = data
-    files = {name: text.encode() for name, text in texts.items()} | pictures
+    images[f"{root}/test/images/test_0.JPEG"] = data
+    files = {name: text.encode() for name, text in texts.items()} | images
     folder.mkdir(parents=True, exist_ok=True)
     write_zip(folder / f"{root}.zip", files)
     return Drawn(folder, train_files, valid_files)
@@ -169,12 +167,12 @@ def draw_folders(
         for i, data in enumerate(train_set + valid_set):
             name = f"{i:02d}.jpg"
             held_out = i >= train if split else i % 10 == 9
-            folder = ("validation/" if held_out else "train/") if split else ""
+            folder = ("val/" if held_out else "train/") if split else ""
             files[f"{root}{folder}class {wnid}/{name}"] = data
             found["valid" if held_out else "train"][f"class {wnid}", name] = data
     files |= {
         f"{root}README.txt": b"Mine.\n",
-        f"__MACOSX/{root}train/._00.jpg": b"not a picture",
+        f"__MACOSX/{root}train/._00.jpg": b"not an image",
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".zip":

@@ -371,8 +371,12 @@ class User(Jobs):
         return self.run([*self.cluster.namespaces(node), *command]).exit_code
 
     def stop_in_a_save(self, job: str) -> int:
-        """Stop rank 0, on node1, while it writes a checkpoint; return its number."""
+        """Stop rank 0, on node1, while it writes not its first checkpoint.
+
+        Return its number.
+        """
         self.until(job, "^World size")
+        self.until_file(job, "epoch-*.pt")
         rank = self.pid("node1", "main.py")
         while True:
             self.until_file(job, "epoch-*.partial")
