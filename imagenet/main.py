@@ -183,10 +183,10 @@ def run_epochs(
             f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
             f"{rate:.0f} images/s"
-            f"{usage}{checkpoint.requeues_to_go(samples_to_go, rate)}"
+            f"{watch.describe(usage)}{checkpoint.requeues_to_go(samples_to_go, rate)}"
         )
         values = {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy}
-        watch.log(run.scheduler.last_epoch, values | {"images/s": rate})
+        watch.log(run.scheduler.last_epoch, values | usage | {"images/s": rate})
         if valid_accuracy > run.best_accuracy:
             checkpoints.mark_best(run, valid_accuracy)
         run.start_epoch(epoch + 1)
@@ -296,6 +296,7 @@ def train(
         compute_gradients(model, run, images, labels, metrics, args.batch_size)
         optimizer.step()
         scheduler.step()
+        watch.step_done()
         run.step += 1
         show(bar, metrics)
     bar.close()

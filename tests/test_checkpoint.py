@@ -59,7 +59,7 @@ def forkserver():
         "scipy.io",
     ]
     context.set_forkserver_preload(
-        ["test_checkpoint", "test_imagenet_training", "test_monitor", *slow]
+        ["test_checkpoint", "test_imagenet_training", "test_watch", *slow]
     )
     return context
 

@@ -30,8 +30,8 @@ from torchvision.io import decode_jpeg
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "imagenet"))
 import checkpoint
-import monitor
 import prepare_data
+import watch
 
 
 def parse_args() -> argparse.Namespace:
@@ -68,7 +68,7 @@ def main() -> None:
     args = parse_args()
     example = load_example("imagenet")
     example.set_ranks()
-    device = example.setup_distributed(24 * 60 * 60)
+    device = example.setup_distributed()
     with tempfile.TemporaryDirectory() as temporary:
         scratch = args.scratch or Path(temporary)
         build_scratch(scratch, args.source, {"copied": [], "tree": ["--extract"]})
@@ -114,7 +114,7 @@ def build_variants(
         )
         run = checkpoint.Run(model, optimizer, scheduler, {}, args.batch_size)
         loader, _ = example.build_loaders(train_set, valid_set, run, settings)
-        watching = monitor.Monitor(scratch, device, settings)
+        watching = watch.Watch(scratch, device, settings, 0)
         ddp_model = distribute(model)
         # An epoch ends with a checkpoint. A turn is much shorter than an epoch,
         # so this one does not.
@@ -125,7 +125,6 @@ def build_variants(
             example.train(
                 ddp_model, run, loader, bar, no_checkpoints, watching, settings
             )
-            watching.hangs.pause()
             run.start_epoch(run.epoch + 1)
             return done()
 
