@@ -4,6 +4,7 @@ import argparse
 import copy
 import fcntl
 import hashlib
+import io
 import logging
 import math
 import os
@@ -96,9 +97,10 @@ class Checkpoints:
     def save(self, run: Run) -> None:
         """Write a checkpoint, unless the newest one is it. Raises RunError."""
         path = self._path(run)
-        if (run.epoch, run.step) != self.newest:
+        place = (run.epoch, run.step)
+        if place != self.newest:
             do_on_rank_0(f"cannot write {path}", self._write, run.state_dict(), path)
-        self.newest = (run.epoch, run.step)
+        self.newest = place
         self.saved_at = time.monotonic()
 
     def mark_best(self, run: Run, accuracy: float) -> None:
@@ -108,8 +110,8 @@ class Checkpoints:
         run.best_accuracy = accuracy
 
     def age(self) -> float:
-        """Return the seconds since the last checkpoint: on rank 0, else 0."""
-        return time.monotonic() - self.saved_at if dist.get_rank() == 0 else 0.0
+        """Return the seconds since the last checkpoint."""
+        return time.monotonic() - self.saved_at
 
     def _path(self, run: Run) -> Path:
         return self.folder / f"epoch-{run.epoch:03}-step-{run.step:06}.pt"
@@ -179,16 +181,17 @@ class Checkpoints:
         if "GOT_FURTHER" in environ:  # for job.sh
             Path(environ["GOT_FURTHER"]).touch()
         for old in self._paths()[self.keep :]:
-            old.unlink(missing_ok=True)
+            old.unlink()
 
     def _link(self, path: Path, best: Path) -> None:
         partial = best.with_suffix(".pt.partial")
-        partial.unlink(missing_ok=True)
         try:
             os.link(path, partial)  # no bytes are written
         except OSError:  # a file system without links
             shutil.copyfile(path, partial)
         partial.replace(best)
+        # It is still there if best.pt was this checkpoint already.
+        partial.unlink(missing_ok=True)
 
 
 def do_on_rank_0(failure: str, function: Callable, *arguments):
@@ -202,11 +205,11 @@ def do_on_rank_0(failure: str, function: Callable, *arguments):
             answer[0] = function(*arguments)
         except RunError as error:
             answer[1] = str(error)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, MemoryError) as error:
             # torch.save's RuntimeError has the disk's own error as its context.
             reason = error if isinstance(error, OSError) else error.__context__ or error
             text = getattr(reason, "strerror", None) or str(reason).split("\n")[0]
-            answer[1] = f"{failure}: {text}"
+            answer[1] = f"{failure}: {text or 'Cannot allocate memory'}"
     dist.broadcast_object_list(answer, src=0)
     if answer[1]:
         raise RunError(answer[1])
@@ -215,20 +218,23 @@ def do_on_rank_0(failure: str, function: Callable, *arguments):
 
 def read(path: Path) -> dict:
     """Return what is in a checkpoint. Raises ValueError if it is damaged."""
+    # Before all else: if the disk does not read, that is no damage of the file.
+    content = io.BytesIO(path.read_bytes())
     try:
-        # torch.save writes a CRC of each tensor. torch.load does not look at it.
-        with zipfile.ZipFile(path) as file:
-            if damaged := file.testzip():
-                raise ValueError(f"{damaged} does not match its CRC")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            "it is not made of weights only, and code in it is not run"
-        ) from error
-    except (OSError, RuntimeError):  # the fault of the disk or the memory
-        raise
+        # torch.save writes a CRC of each tensor. torch.load does not look at it, and
+        # reads nothing where the attributes say that this is a folder.
+        with zipfile.ZipFile(content) as file:
+            if file.testzip() or any(part.external_attr for part in file.infolist()):
+                raise ValueError("its content does not match its CRC")
+        content.seek(0)
+        return torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a torn file makes of itself
-        raise ValueError(str(error) or type(error).__name__) from error
+        reason = str(error).split("\n")[0]
+        if "allocate memory" in reason:
+            raise
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it is not made of weights only, and code in it is not run"
+        raise ValueError(reason or "it is cut") from error
 
 
 def check_recipe(path: Path, saved: dict, asked: dict) -> None:
@@ -305,9 +311,12 @@ def commit() -> str:
     """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        folder = Path(__file__).parent
         answer = subprocess.check_output(
-            command, cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=10
+            command,
+            cwd=Path(__file__).parent,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=10,
         )
     except (OSError, subprocess.SubprocessError):
         answer = "unknown"

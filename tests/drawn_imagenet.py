@@ -172,7 +172,8 @@ def draw_folders(
             found["valid" if held_out else "train"][f"class {wnid}", name] = data
     files |= {
         f"{root}README.txt": b"Mine.\n",
-        f"__MACOSX/{root}train/._00.jpg": b"not an image",
+        f"__MACOSX/{root}train/class a/._00.jpg": b"not an image",
+        f"{root}train/class a/.hidden/00.jpg": b"not an image",
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".zip":
@@ -187,7 +188,10 @@ def write_zip(
 ) -> None:
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, data in files.items():
-            archive.writestr(name, data)
+            info = zipfile.ZipInfo(name)
+            info.compress_type = compression
+            info.extra = b"UT\5\0\1" + bytes(4)  # as Info-ZIP's zip adds the time
+            archive.writestr(info, data)
 
 
 def pixels(data: bytes) -> torch.Tensor:

@@ -559,6 +559,22 @@ def test_cut_at_its_end(damaged, data_dir, ends_with):
     refused(damaged, data_dir, message=f"{VAL} is cut.* after .*_00000012.JPEG")
 
 
+def test_the_last_class_cut_at_its_end(damaged, data_dir):
+    """After it comes the end of the whole archive, which looks the same."""
+    with tarfile.open(damaged / TRAIN) as outer:
+        tars = {member.name: outer.extractfile(member).read() for member in outer}
+    content = tars["n00000004.tar"].rstrip(b"\0")
+    tars["n00000004.tar"] = content + bytes(-len(content) % 512)
+    (damaged / TRAIN).write_bytes(tar_bytes(tars))
+    message = f"{TRAIN}: n00000004.tar is cut.* after n00000004_5.JPEG"
+    refused(damaged, data_dir, message=message)
+
+
+def test_cut_while_it_is_copied(damaged, data_dir):
+    hook = at("open", VAL, lambda: os.truncate(damaged / VAL, 5000))
+    refused(damaged, data_dir, message=f"{VAL} has become shorter", hook=hook)
+
+
 @pytest.mark.parametrize("flags", [(), ("--extract",)])
 @pytest.mark.parametrize("byte", [0, 30, 130, 150, 156, 260])
 @pytest.mark.parametrize("name", [TRAIN, VAL])
@@ -670,13 +686,19 @@ def test_cut_zip(tmp_path, data_dir, flags):
         refused(path, data_dir, *flags, message="mine.zip is .*damaged")
 
 
-def test_damaged_in_a_zip(tmp_path, data_dir):
-    path = draw_folders(tmp_path / "mine.zip", deflated=True).source
+@pytest.mark.parametrize("flags", [("--extract",), ("--resize", "32")])
+def test_damaged_in_a_zip(tmp_path, data_dir, flags):
+    """It starts well."""
+    path, name = tmp_path / "mine.zip", "train/a/1.jpg"
+    files = {name: JPEG + 50 * bytes(range(256)), "val/a/1.jpg": JPEG}
+    write_zip(path, files, zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(name)
+    end = 30 + len(info.filename) + len(info.extra) + info.compress_size
     content = bytearray(path.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 500] = bytes(500)
+    content[end - 60 : end] = b"\xff" * 60
     path.write_bytes(content)
-    refused(path, data_dir, "--extract", message=r"mine.zip.* \S*\.jpg")
+    refused(path, data_dir, *flags, message=f"mine.zip is damaged at {name}")
 
 
 @pytest.mark.parametrize("flags", FORMS)
