@@ -115,7 +115,7 @@ def draw_imagenet() -> str:
         Stage(
             "task",
             "collate",
-            ("256 images, in memory", "shared with the rank"),
+            ("DataLoader's own: 256", "images in /dev/shm"),
             ("uint8", "256, 3, 224, 224"),
         ),
     ]
@@ -123,7 +123,7 @@ def draw_imagenet() -> str:
         Stage(
             "address",
             "pin",
-            ("a thread of the rank:", "memory that stays put"),
+            ("by the rank, in memory", "that stays put"),
             ("uint8", "256, 3, 224, 224"),
         ),
         Stage(
@@ -149,7 +149,12 @@ def draw_imagenet() -> str:
     between = tops[0] + STAGE_HEIGHT + 28
     shapes = [
         box("node", LEFT + STEP - 12, 56, 936 - LEFT - STEP + 12, 166),
-        text("", LEFT + STEP, 82, "a worker, one of 8 that the rank has"),
+        text(
+            "",
+            LEFT + STEP,
+            82,
+            "a worker, one of 8 that the rank has forked before CUDA",
+        ),
         *draw_row(reading, 0, tops[0]),
         path(
             "task line",

@@ -11,10 +11,10 @@ from draw_ranks import STYLE, arrow, arrow_head, box, path, text
 WIDTH = 960
 # Columns of the index, and a row of it.
 INDEX = (
-    (0, "offset", "58720768"),
-    (118, "size", "110214"),
-    (182, "label", "417"),
-    (236, "name", "…_96.JPEG"),
+    (0, "label", "417"),
+    (46, "name", "n02782093/…_96.JPEG"),
+    (190, "offset", "58720768"),
+    (258, "size", "110214"),
 )
 DASHED = """
 .dashed { stroke-dasharray: 5 4; }
@@ -88,7 +88,7 @@ def draw_staged_node(host: str, y: int) -> list[str]:
             318,
             y + 32,
             f'disk of <tspan class="name">{host}</tspan>: '
-            '<tspan class="name">DATA_DIR</tspan>',
+            '<tspan class="name">$SLURM_TMPDIR/data</tspan>',
         ),
         text("small name", bar_x, bar_y - 7, "train.tar"),
         text("small right", 640, bar_y - 7, "as it was, image after image"),
@@ -127,35 +127,31 @@ def draw_staged_node(host: str, y: int) -> list[str]:
 
 def draw_checkpoints() -> str:
     """A checkpoint's way to the disk, above, and back from it."""
-    steps = [(118 + 46 * i, 42) for i in range(17)]
-    at = 4  # the step after which one is saved
-    shapes = [
-        text("right", 106, 93, "all ranks:"),
-        text("right", 106, 153, "a thread"),
-        text("right", 106, 171, "of rank 0:"),
-    ]
-    for i, (x, width) in enumerate(steps[:at] + steps[at + 2 :]):
-        shapes += [
-            box("task", x, 72, width, 34),
-            text("small center", x + width / 2, 93, f"{397 + i}"),
-        ]
-    copy_x = steps[at][0]
-    shapes += [
-        box("address", copy_x, 72, 88, 34),
-        text("small center", copy_x + 44, 93, "copy, rank 0"),
-        arrow("address", copy_x + 44, 106, 140),
-    ]
+    others_y, rank_0_y, height = 72, 126, 38
     stages = [
-        (copy_x, 236, "write …-step-000400.pt.partial"),
-        (copy_x + 244, 68, "fsync"),
-        (copy_x + 320, 92, "rename"),
-        (copy_x + 420, 166, "remove the oldest"),
+        (302, 228, "write …-step-000400.pt.partial"),
+        (534, 60, "fsync"),
+        (598, 76, "rename"),
+        (678, 140, "remove the oldest"),
     ]
+    shapes = [
+        text("right", 106, others_y + 24, "other ranks:"),
+        text("right", 106, rank_0_y + 24, "rank 0:"),
+        box("node", 302, others_y, 516, height),
+        text("center", 560, others_y + 24, "wait"),
+    ]
+    for i, x in enumerate((118, 164, 210, 256, 822, 868)):
+        for y in (others_y, rank_0_y):
+            shapes += [
+                box("task", x, y, 42, height),
+                text("small center", x + 21, y + 24, f"{397 + i}"),
+            ]
     for x, width, words in stages:
         shapes += [
-            box("gpu", x, 140, width, 40),
-            text("center", x + width / 2, 165, words),
+            box("gpu", x, rank_0_y, width, height),
+            text("center", x + width / 2, rank_0_y + 24, words),
         ]
+    rename_x, rename_y = 636, rank_0_y + height
     folder_y = 216
     files = [
         ("gpu", "epoch-002-step-000400.pt", "the newest"),
@@ -173,7 +169,7 @@ def draw_checkpoints() -> str:
         ),
         path(
             "gpu line",
-            f"M{copy_x + 366} 180 V198 H250 V{folder_y - 2} "
+            f"M{rename_x} {rename_y} V190 H250 V{folder_y - 2} "
             f"{arrow_head(250, folder_y - 2, 1)}",
         ),
     ]
@@ -192,7 +188,7 @@ def draw_checkpoints() -> str:
             "small center",
             728,
             folder_y + 63,
-            "rank 0 reads the newest: whole, and its SHA-256 right?",
+            "rank 0 reads the newest: whole, and every CRC right?",
         ),
         arrow("address", 610, folder_y + 78, folder_y + 112),
         text("small", 620, folder_y + 100, "no"),
@@ -209,7 +205,9 @@ def draw_checkpoints() -> str:
         arrow_right("task", 476, 520, folder_y + 59),
     ]
     return picture(
-        436, "Checkpoints: written beside the training, whole or not at all", *shapes
+        436,
+        "Checkpoints: rank 0 writes them, whole or not at all, and all others wait",
+        *shapes,
     )
 
 
@@ -231,7 +229,17 @@ def draw_requeue() -> str:
         ("main.py", 496, 54, "gpu", "save"),
         ("main.py", 826, 110, "gpu", "steps from 413"),
     ]
-    shapes = []
+    signal, end, limit, resume = 430, 550, 642, lanes["main.py"]
+    shapes = [
+        # It passes behind job.sh's bar: Slurm signals the ranks themselves.
+        arrow("address", signal, lanes["Slurm"] + 36, lanes["main.py"]),
+        text(
+            "small right",
+            signal - 8,
+            lanes["Slurm"] + 66,
+            "USR1 to every rank, 180 s before the limit",
+        ),
+    ]
     for name, y in lanes.items():
         shapes.append(text("name right", 102, y + 23, name))
     for name, x, width, kind, words in bars:
@@ -240,26 +248,12 @@ def draw_requeue() -> str:
             box(kind, x, y, width, 36),
             text("small center", x + width / 2, y + 23, words),
         ]
-    signal, end, limit, resume = 430, 550, 642, lanes["main.py"]
     shapes += [
-        arrow("address", signal, lanes["Slurm"] + 36, lanes["job.sh"]),
-        text(
-            "small right",
-            signal - 8,
-            lanes["Slurm"] + 66,
-            "USR1, 180 s before the limit",
-        ),
-        arrow("address", signal, lanes["job.sh"] + 36, lanes["main.py"]),
-        text(
-            "small right",
-            signal - 8,
-            lanes["job.sh"] + 66,
-            "USR1 to srun, and on to every rank",
-        ),
         arrow("task", end, lanes["main.py"], lanes["job.sh"] + 36),
-        text("small", end + 8, lanes["job.sh"] + 66, "status 75"),
+        text("small", end + 8, lanes["job.sh"] + 66, "all leave"),
         arrow("task", 608, lanes["job.sh"], lanes["Slurm"] + 36),
-        text("small right", 600, lanes["Slurm"] + 66, "scontrol requeue"),
+        text("small right", 600, lanes["Slurm"] + 58, "it got further:"),
+        text("small right", 600, lanes["Slurm"] + 74, "scontrol requeue"),
         path("address line dashed", f"M{limit} 60 V{lanes['main.py'] + 40}"),
         text("small", limit + 8, lanes["job.sh"] + 4, "time limit"),
         text("small center", 684, 318, "the checkpoint, on the shared disk"),

@@ -36,7 +36,7 @@ JOB = (
 )
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
 # Sessions under these headings want a cluster that limits memory.
-LIMITED = ["Out of memory, says Slurm", "The job comes back again and again"]
+LIMITED = ["Out of memory, says Slurm", "No new checkpoint since this start"]
 OVER = (
     "COMPLETED",
     "FAILED",
