@@ -168,7 +168,7 @@ def run_epochs(
         start = time.perf_counter()
         first_step = run.step  # 0, unless this start is in the middle of an epoch
         batches = watch.batches(training_batches(train_loader, run, device))
-        bar = progress(epoch, steps - first_step)
+        bar = progress(epoch, steps - first_step, run.global_batch_size)
         metrics = train(ddp_model, run, batches, bar, checkpoints, watch, args)
         train_loss, train_accuracy = average(metrics, steps * run.global_batch_size)
         seconds = time.perf_counter() - start
@@ -484,15 +484,17 @@ def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
     return steps
 
 
-def progress(epoch: int, steps: int) -> tqdm:
-    """Return the progress bar of an epoch. The log of a batch job gets none of it."""
+def progress(epoch: int, steps: int, global_batch_size: int) -> tqdm:
+    """Return the progress bar of an epoch. A batch job logs it at every tenth."""
     options = {"mininterval": 1, "disable": None}  # seconds; None: if no terminal
     # Under salloc, srun's tasks have no terminal, but a person watches: `show` logs.
     in_salloc = "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH"
-    if in_salloc and not sys.stderr.isatty():
+    if not sys.stderr.isatty():
         options = {"mininterval": 10, "file": open(os.devnull, "w")}
+        options["miniters"] = 1 if in_salloc else math.ceil(steps / 10)
     if environ["RANK"] != "0":
         options = {"disable": True}
+    options |= {"unit": " images", "unit_scale": global_batch_size}
     return tqdm(total=steps, desc=f"Epoch {epoch}", leave=False, **options)
 
 

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import gzip
 import importlib
+import io
 import json
 import math
 import multiprocessing
@@ -633,6 +634,24 @@ def test_profile(tmp_path):
         assert len(steps) == 5
         assert 10 <= found["c10d::allreduce_"] <= 12  # two buckets, and `agree`
         assert found["c10d::broadcast_"] == 0
+
+
+def test_a_line_at_every_tenth(monkeypatch, caplog):
+    """A batch job's log says where a long epoch is: loss, images/s and time left."""
+    caplog.set_level("INFO")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # as in a job, no terminal
+    bar = main.progress(3, 20, 8)
+    assert bar.mininterval == 10  # seconds: a short epoch says nothing
+    bar.mininterval = 0
+    for _ in range(20):
+        main.show(bar, torch.tensor([5.0, 1, 4]))
+    bar.close()
+    lines = caplog.text.splitlines()
+    line = r" Epoch 3: +%d%%\|.*\| %d/160 \[00:00<00:00, .* images/s, loss=1.250\]$"
+    assert len(lines) == 10
+    for tenth, found in enumerate(lines, 1):
+        assert re.search(line % (10 * tenth, 16 * tenth), found), found
 
 
 # Functions
