@@ -5,7 +5,7 @@
 # when they all load Python's modules from a network disk.
 set -euo pipefail
 unset UV_PROJECT_ENVIRONMENT VIRTUAL_ENV # the copy gets an environment of its own
-export code=$SLURM_TMPDIR/code
+export code=$SLURM_TMPDIR/code-$SLURM_JOB_ID
 code_folder=$code/$(git rev-parse --show-prefix)
 export code_folder
 

@@ -76,7 +76,8 @@ finish() {
     exit "$status"
 }
 trap 'ended_by_slurm=yes' TERM
-trap : USR1 # for main.py, not for this shell
+# This warning is for main.py, not for this shell.
+trap : USR1
 trap finish EXIT
 
 make_folder() {
@@ -117,6 +118,8 @@ if [[ ${1:-} == @* ]]; then
     line=$(sed -n "${SLURM_ARRAY_TASK_ID:?give --array}p" "${1#@}")
     [ -n "$line" ] || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID"
     mapfile -t words < <(xargs -n1 printf '%s\n' <<< "$line")
+    # A quote that is not closed ends the job.
+    wait $!
     set -- "${words[@]}" "${@:2}"
     seed=""
 fi

@@ -1,6 +1,8 @@
-"""safe_sbatch and code_checkpointing.sh: a job runs the commit it was submitted at."""
+"""safe_sbatch and code_checkpointing.sh: a job runs the commit it was submitted at.
 
-import fcntl
+job.sh is imagenet's own, and main.py a program that tells where it is.
+"""
+
 import functools
 import http.server
 import json
@@ -16,17 +18,6 @@ from typing import NamedTuple
 import pytest
 from slurm_jobs import REPOSITORY, Jobs, Result
 
-LINES_OF_JOB = """\
-# safe_sbatch names a commit in GIT_COMMIT: every node takes it to its own disk,
-# and the job goes on there.
-export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
-if [ -n "$GIT_COMMIT" ]; then
-    code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh") ||
-        { echo "job.sh: error: no commit $GIT_COMMIT of $PWD on $(hostname)" >&2
-          exit 1; }
-    eval "$code_checkpointing"
-fi
-"""
 # A program that tells what it is and where, and can wait for a file.
 MAIN = """\
 import json
@@ -48,7 +39,8 @@ version = "0"
 requires-python = ">=3.11"
 """
 NODES = ["node1", "node2"]
-LOCAL = "/tmp/local disk"  # what a cluster's SLURM_TMPDIR may be: not removed by job.sh
+# What a cluster's SLURM_TMPDIR may be: job.sh does not remove it.
+LOCAL = "/tmp/local disk"
 FLAGS = [
     "--nodelist=node1,node2",
     "--ntasks-per-node=2",
@@ -76,15 +68,11 @@ class Repository(Jobs):
 
     def __init__(self, jobs: Jobs, path: Path, files: dict[str, str]):
         super().__init__(jobs.cluster, path / "examples" / "imagenet", path, jobs.logs)
-        self.env = jobs.env | {"SLURM_TMPDIR": LOCAL}
+        self.env = jobs.env | {"SLURM_TMPDIR": LOCAL, "IMAGENET_DIR": ""}
         self.root, self.folder = path, self.clone
         self.folder.mkdir(parents=True)
-        for name in ("safe_sbatch", "code_checkpointing.sh"):
+        for name in ("safe_sbatch", "code_checkpointing.sh", "job.sh"):
             shutil.copy(REPOSITORY / "imagenet" / name, self.folder)
-        job = (REPOSITORY / "multi_node" / "job.sh").read_text()
-        self.write(
-            "job.sh", job.replace("# Once, here:", LINES_OF_JOB + "# Once, here:")
-        )
         self.write("../../.gitignore", ".venv/\n__pycache__/\n*.ignored\n")
         for name, content in files.items():
             self.write(name, content)
@@ -139,14 +127,6 @@ class Repository(Jobs):
         yield
         event.touch()
 
-    @contextmanager
-    def uv_stops_halfway(self):
-        """While this lasts, uv sync waits for a lock on its cache."""
-        cache = Path(self.env["UV_CACHE_DIR"])
-        with (cache / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
 
 def tasks(output: str) -> list[Task]:
     return [
@@ -164,6 +144,11 @@ def copies(output: str) -> list[str]:
     )
 
 
+def copy(job: str) -> str:
+    """Return the folder on a node's disk that a job runs in."""
+    return f"{LOCAL}/code-{job}"
+
+
 def ran(
     result: Result, commit: str, versions: tuple[str, ...] = ("first",) * 4
 ) -> None:
@@ -171,10 +156,20 @@ def ran(
     assert (result.exit_code, result.state) == (0, "COMPLETED"), result
     assert tuple(task.version for task in tasks(result.output)) == versions, result
     for task in tasks(result.output):
-        copy = f"/code/{commit}"
         assert task.commit == commit, result
-        assert task.folder.endswith(f"{copy}/examples/imagenet"), result
-        assert task.environment.endswith(f"{copy}/.venv"), result
+        assert task.folder == f"{copy(result.job)}/examples/imagenet", result
+        assert task.environment == f"{copy(result.job)}/.venv", result
+
+
+def errors(result: Result) -> list[str]:
+    """Return why a job has failed, in its words, without the last line's."""
+    assert (result.exit_code, result.state) == (1, "FAILED"), result
+    assert tasks(result.output) == [], result
+    *found, last = re.findall(r"^job\.sh: error: (.*)$", result.output, re.MULTILINE)
+    assert last.endswith(
+        ": not requeued. See above. If the time limit was near, ask for more --time"
+    ), result
+    return found
 
 
 @pytest.fixture
@@ -188,7 +183,7 @@ def repository(jobs, nothing_left, tmp_path):
         "../../.gitattributes": "main.py filter=wait\n",
     }
     repository = Repository(jobs, tmp_path / "a repository", project)
-    repository.env |= {"UV_CACHE_DIR": str(tmp_path / "cache"), "CIFAR10_ARCHIVE": ""}
+    repository.env |= {"UV_CACHE_DIR": str(tmp_path / "cache")}
     repository.must("uv", "lock", "--offline")
     repository.commit()
     yield repository
@@ -295,9 +290,7 @@ def test_everything_reaches_the_job(repository):
     assert copies(result.output) == NODES, result
     assert "warning" not in result.output, result
     disks = {
-        repository.on(
-            node, "stat", "--format=%d", f"{LOCAL}/code/{commit}/.venv"
-        ).output
+        repository.on(node, "stat", "--format=%d", f"{copy(job)}/.venv").output
         for node in NODES
     }
     assert len(disks) == 2, disks
@@ -336,8 +329,7 @@ def test_changes_after_submission_change_nothing(repository):
     """Neither edits nor commits do, before it starts or before it starts again."""
     commit = repository.must("git", "rev-parse", "HEAD")
     event = repository.root.parent / "an event"
-    flags = [*FLAGS, "--requeue", "--open-mode=append", "--hold"]
-    job = repository.safe_sbatch(*flags, "job.sh", "--wait-for", event)
+    job = repository.safe_sbatch("--hold", *FLAGS, "job.sh", "--wait-for", event)
     repository.replace("main.py", "first", "second")
     repository.write("code_checkpointing.sh", "exit 9\n")
     repository.write("../../pyproject.toml", PROJECT.replace("3.11", "99"))
@@ -356,116 +348,88 @@ def test_changes_after_submission_change_nothing(repository):
     result = repository.wait(job)
     assert repository.show(job)["Restarts"] == "1"
     ran(result, commit, ("first",) * 8)
-    # The second start has found what the first one made.
-    assert copies(result.output) == NODES, result
+    assert copies(result.output) == sorted(2 * NODES), result
 
 
-@pytest.mark.parametrize(
-    "halfway", [Repository.git_stops_halfway, Repository.uv_stops_halfway]
-)
-def test_killed_halfway(repository, halfway):
-    """What a killed job leaves is not taken for whole by the next one."""
+def test_stopped_halfway(repository):
+    """What a start leaves in the middle of the copy is not whole to the next one."""
     commit = repository.must("git", "rev-parse", "HEAD")
-    program = "tar -x" if halfway is Repository.git_stops_halfway else "uv sync"
     job = repository.safe_sbatch("--hold", *FLAGS, "job.sh")
-    with halfway(repository):
+    stray = f"{copy(job)}/stray"
+    with repository.git_stops_halfway():
         repository.must("scontrol", "release", job)
         for node in NODES:
+            there = ["test", "-e", f"{copy(job)}/.gitignore"]
             repository.wait_until(
-                lambda node=node: repository.processes(node, program),
-                f"{program} on {node}",
-            )
-            repository.wait_until(
-                lambda node=node: (
-                    repository.on(
-                        node, "test", "-e", f"{LOCAL}/code/{commit}/.gitignore"
-                    ).exit_code
-                    == 0
+                lambda node=node, there=there: (
+                    repository.on(node, *there).exit_code == 0
                 ),
                 f"some files on {node}",
             )
-        repository.must("scancel", "--signal=KILL", job)
-        assert repository.wait(job).state == "CANCELLED"
-    for node in NODES:
-        repository.on(
-            node, "sh", "-c", f"rm -f '{LOCAL}/code/{commit}/examples/imagenet/main.py'"
+            assert repository.on(node, "touch", stray).exit_code == 0
+        repository.must("scontrol", "requeue", job)
+        repository.wait_until(
+            lambda: repository.show(job)["JobState"] == "PENDING", "it is requeued"
         )
-        stray = f"{LOCAL}/code/{commit}/stray"
-        assert repository.on(node, "touch", stray).exit_code == 0
-    result = repository.wait(repository.safe_sbatch(*FLAGS, "job.sh"))
+    result = repository.wait(job)
     ran(result, commit)
     assert copies(result.output) == NODES, result
-    assert all(
-        repository.on(node, "test", "-e", stray).exit_code == 1 for node in NODES
-    )
+    for node in NODES:
+        assert repository.on(node, "test", "-e", stray).exit_code == 1
 
 
-def test_two_jobs_on_one_node_copy_once(repository):
-    """The second job waits for what the first is still copying, and takes it."""
+def test_two_jobs_on_one_node(repository):
+    """Each has a copy of its own, also where jobs share SLURM_TMPDIR."""
     commit = repository.must("git", "rev-parse", "HEAD")
-    with repository.git_stops_halfway():
-        ids = [repository.safe_sbatch(*ONE_TASK, "job.sh") for _ in range(2)]
-        repository.wait_until(
-            lambda: (
-                repository.processes("node1", "tar -x")
-                and repository.processes("node1", "flock 9")
-            ),
-            "one job copies, and the other waits for it",
-        )
-    results = [repository.wait(job) for job in ids]
-    for result in results:
-        ran(result, commit, ("first",))
-    assert copies("".join(result.output for result in results)) == ["node1"]
+    event = repository.root.parent / "an event"
+    first = repository.safe_sbatch(*ONE_TASK, "job.sh", "--wait-for", event)
+    repository.wait_until(lambda: tasks(repository.log(first)), "the first one runs")
+    repository.replace("main.py", '"first"', '"second"')
+    second = repository.commit()
+    result = repository.wait(repository.safe_sbatch(*ONE_TASK, "job.sh"))
+    ran(result, second, ("second",))
+    main = f"{copy(first)}/examples/imagenet/main.py"
+    assert '"first"' in repository.on("node1", "cat", main).output
+    event.touch()
+    ran(repository.wait(first), commit, ("first",))
 
 
 def test_missing_commit(repository):
     commit = "0123456789abcdef0123456789abcdef01234567"
     result = repository.wait(repository.submit("", *FLAGS, "job.sh", GIT_COMMIT=commit))
-    assert (result.exit_code, result.state) == (1, "FAILED"), result
-    assert (
-        f"\njob.sh: error: no commit {commit} of {repository.folder} on node1\n"
-        in result.output
-    ), result
-    assert tasks(result.output) == [], result
+    where = f"{repository.folder} on node1, see above: is that a shared disk?"
+    assert errors(result) == [f"no commit {commit} of {where}"], result
+    assert "\nfatal: " in result.output, result  # what git says
+
+
+COPY = "cannot copy commit {commit} from %s to {code} on node2"
+INSTALL = "cannot install what uv.lock lists into {code} on node2. "
+ELSEWHERE = "Without internet there, call uv sync --inexact --locked elsewhere first"
 
 
 @pytest.mark.parametrize(
-    "mount_point, size, message",
+    "mount_point, options, message",
     [
-        ("{root}", "1m", "cannot copy commit {commit} from .* to {code}"),
-        (LOCAL, "24k", "cannot copy commit {commit} from {folder} to {code}"),
-        (
-            LOCAL,
-            "96k",
-            r"cannot install what uv.lock lists into {code} "
-            r"\(no internet\? first run uv sync --inexact --locked elsewhere\)",
-        ),
+        # Slurm starts the task in /tmp then.
+        ("{root}", "size=1m", COPY % "/tmp"),
+        (LOCAL, "ro", "cannot write to {code} on node2"),
+        (LOCAL, "size=24k", COPY % "{folder}"),
+        (LOCAL, "size=96k", INSTALL + ELSEWHERE),
     ],
-    ids=["no repository", "no space for the tree", "no space for the environment"],
+    ids=["no repository", "read-only", "no space for the tree", "for the environment"],
 )
-def test_error_on_one_node(repository, mount_point, size, message):
+def test_error_on_one_node(repository, mount_point, options, message):
     commit = repository.must("git", "rev-parse", "HEAD")
-    names = {"root": repository.root, "folder": repository.folder, "commit": commit}
-    names["code"] = f"{LOCAL}/code/{commit}"
-    mount_point = mount_point.format(**names)
+    mount_point = mount_point.format(root=repository.root)
     repository.on("node2", "mkdir", "-p", mount_point)
-    assert (
-        repository.on(
-            "node2", "mount", "-t", "tmpfs", "-o", f"size={size}", "x", mount_point
-        ).exit_code
-        == 0
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", options, "x", mount_point]
+    assert repository.on("node2", *mount).exit_code == 0
     try:
         result = repository.wait(repository.safe_sbatch(*FLAGS, "job.sh"))
     finally:
         assert repository.on("node2", "umount", mount_point).exit_code == 0
-    assert (result.exit_code, result.state) == (1, "FAILED"), result
-    errors = re.findall(
-        r"^code_checkpointing\.sh: error: (.*)$", result.output, re.MULTILINE
-    )
-    assert len(errors) == 1, result
-    assert re.fullmatch(message.format(**names) + " on node2", errors[0]), result
-    assert tasks(result.output) == [], result
+    names = {"folder": repository.folder, "commit": commit, "code": copy(result.job)}
+    assert errors(result) == [message.format(**names)], result
 
 
 @pytest.fixture
@@ -515,19 +479,17 @@ def test_nodes_without_internet(repository, index, tmp_path):
     assert result.exit_code == 1, result
     error = "safe_sbatch: error: uv cannot install what uv.lock lists: "
     assert result.output.endswith(
-        f"\n{error}run uv sync --inexact --locked where there is internet\n"
+        f"\n{error}call uv sync --inexact --locked where there is internet\n"
     ), result
     job = repository.submit(
         "", *FLAGS, "job.sh", GIT_COMMIT=commit, UV_HTTP_RETRIES="0"
     )
     result = repository.wait(job)
-    assert (result.exit_code, result.state) == (1, "FAILED"), result
-    errors = re.findall(
-        r"^code_checkpointing\.sh: error: cannot install .* on (\w+)$",
-        result.output,
-        re.MULTILINE,
-    )
-    assert sorted(errors) == NODES, result
+    failed = [
+        re.fullmatch(r"cannot install .* on (\w+)\. Without internet .*", line)[1]
+        for line in errors(result)
+    ]
+    assert sorted(failed) == NODES, result
 
     ran(repository.wait(repository.safe_sbatch(*FLAGS, "job.sh")), commit)
     assert in_place.stat().st_mtime_ns == before
@@ -542,49 +504,63 @@ def test_packages_of_wandb(repository, index, tmp_path):
         f'{PROJECT}{group}[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n',
     )
     repository.must("uv", "lock")
-    repository.commit()
+    commit = repository.commit()
     (tmp_path / "another cache").mkdir()
-    repository.env |= {
-        "UV_CACHE_DIR": str(tmp_path / "another cache"),
-        "UV_OFFLINE": "1",
-    }
+    repository.env |= {"UV_CACHE_DIR": str(tmp_path / "another cache")}
     submit = ["./safe_sbatch", "--test-only", *FLAGS, "job.sh"]
-    result = repository.run(submit)
+    result = repository.run(submit, UV_OFFLINE="1")
     assert result.exit_code == 0, result
-    result = repository.run([*submit, "--wandb", "project"])
+    result = repository.run([*submit, "--wandb", "project"], UV_OFFLINE="1")
     assert result.exit_code == 1, result
     error = "safe_sbatch: error: uv cannot install what uv.lock lists: "
     assert result.output.endswith(
-        f"\n{error}run uv sync --inexact --locked --group wandb "
+        f"\n{error}call uv sync --inexact --locked --group wandb "
         "where there is internet\n"
     ), result
 
-
-def test_second_job_needs_more(repository, index):
-    """A job with --wandb, of a commit that one without has put on the node's disk."""
-    group = '[dependency-groups]\nwandb = ["answer"]\n'
-    repository.write(
-        "../../pyproject.toml",
-        f'{PROJECT}{group}[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n',
+    result = repository.wait(
+        repository.safe_sbatch(*ONE_TASK, "job.sh", "--wandb=project")
     )
-    repository.must("uv", "sync", "--group", "wandb")  # it is in the cache
+    ran(result, commit, ("first",))
+    package = f"{copy(result.job)}/.venv/lib/python*/site-packages/answer.py"
+    command = f"ls {package.replace(' ', '?')}"
+    assert repository.on("node1", "sh", "-c", command).exit_code == 0
+
+
+SWEEP = """\
+--learning-rate 0.1 --name 'two words' ""
+--name="two  'more' words" '*' '$HOME' \\"
+--name=don't
+"""
+WORDS = [
+    ["--learning-rate", "0.1", "--name", "two words", ""],
+    ["--name=two  'more' words", "*", "$HOME", '"'],
+]
+
+
+def test_sweep(repository):
+    """Each task of an array takes its own line of the file, instead of a seed."""
+    repository.write("sweep.txt", SWEEP)
     commit = repository.commit()
-    installed = f"ls '{LOCAL}/code/{commit}'/.venv/lib/python*/site-packages/answer.py"
-    # job.sh of imagenet names the group where its arguments have --wandb.
-    for sync_flags, found in (
-        ("--locked", False),
-        ("--locked --group wandb", True),
-        ("--locked", True),
-    ):
-        ran(
-            repository.wait(
-                repository.safe_sbatch(*FLAGS, "job.sh", SYNC_FLAGS=sync_flags)
-            ),
-            commit,
-        )
-        assert [
-            repository.on(node, "sh", "-c", installed).exit_code == 0 for node in NODES
-        ] == [found] * 2
+    flags = [f"--output={repository.logs}/%A_%a.out", *ONE_TASK, "--array=1-4"]
+    common = ["--epochs", "two words"]
+    array = repository.safe_sbatch(*flags, "job.sh", "@sweep.txt", *common)
+    repository.replace("sweep.txt", "0.1", "0.2")  # the job sees nothing of that
+    *whole, torn, missing = [repository.wait(f"{array}_{i}") for i in (1, 2, 3, 4)]
+    for result, words in zip(whole, WORDS, strict=True):
+        (task,) = tasks(result.output)
+        assert (result.state, task.commit) == ("COMPLETED", commit), result
+        assert task.arguments == [*words, *common], result
+    assert errors(torn) == [] and "\nxargs: unmatched single quote" in torn.output
+    assert errors(missing) == ["sweep.txt has no line 4"], missing
+
+
+def test_seeds_of_an_array(repository):
+    """Without a sweep, a task's number is its seed, unless the arguments name one."""
+    flags = [f"--output={repository.logs}/%A_%a.out", *ONE_TASK, "--array=7"]
+    array = repository.safe_sbatch(*flags, "job.sh", "--seed=1")
+    (task,) = tasks(repository.wait(f"{array}_7").output)
+    assert task.arguments == ["--seed=7", "--seed=1"]
 
 
 def test_this_environment(jobs, tmp_path, nothing_left):
