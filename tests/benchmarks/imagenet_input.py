@@ -124,9 +124,6 @@ def options(data_dir: Path, args: argparse.Namespace) -> argparse.Namespace:
         synthetic=False,
         image_size=224,
         seed=0,
-        batch_size=args.batch_size,
-        workers=args.workers,
-        sync_batchnorm=False,
         limit_train_samples=args.samples,
         limit_valid_samples=None,
     )
@@ -178,7 +175,7 @@ def decoding_alone(staged: Path, args: argparse.Namespace):
 
     def turn() -> int:
         for index in dataset.chosen:
-            dataset.pictures.read(index)
+            dataset.images.read(index)
         return len(dataset)
 
     return turn
@@ -202,13 +199,13 @@ def usual(tree: Path, args: argparse.Namespace):
 
 
 def shipped(staged: Path, args: argparse.Namespace, then=lambda images: images):
-    arguments = options(staged, args)
-    train_set, valid_set = data.load_data(arguments)
+    dataset, _ = data.load_data(options(staged, args))
+    loader = data.build_loader(dataset, args.workers)
     run = checkpoint.Run(None, None, None, {}, global_batch_size=args.batch_size)
-    loader, _ = data.build_loaders(train_set, valid_set, run, arguments)
 
     def turn() -> int:
-        return sum(len(then(images)) for images, _ in loader)
+        batches = data.training_batches(loader, run, torch.device("cpu"))
+        return sum(len(then(images)) for images, _ in batches)
 
     return turn
 
