@@ -1,9 +1,9 @@
 """Measure how fast imagenet trains, on a GPU or the CPU, against the usual way.
 
-The usual way is torchvision's ImageFolder with v2 transforms on PIL pictures, float32,
+The usual way is torchvision's ImageFolder with v2 transforms on PIL images, float32,
 and `.item()` in every step. The limit is forward, backward and step of the example's
 model on one batch in memory. Between them: the example on staged and on made-up
-pictures, and what it would be if the device itself decoded the JPEGs.
+images, and what it would be if the device itself decoded the JPEGs.
 `taskset --cpu-list 0-3` before it tells how far four cores reach.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from imagenet_input import build_scratch, data, folder_of_pictures, options, order
+from imagenet_input import build_scratch, data, image_folder, options, order
 from PIL import Image
 from side_by_side import (
     argument_parser,
@@ -45,7 +45,7 @@ def parse_args() -> argparse.Namespace:
         "--samples",
         type=int,
         default=12800,
-        help="pictures in a turn, of those that there are",
+        help="images in a turn, of those that there are",
     )
     add("--model", default="resnet50", help="one of torchvision's")
     add("--batch-size", type=int, default=256)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def build_variants(example, scratch: Path, args: argparse.Namespace) -> dict:
-    """Return a function for each way: it does some steps, and counts the pictures."""
+    """Return a function for each way: it does some steps, and counts the images."""
     settings = options(scratch / "copied", args)
     for name, value in vars(args).items():
         setattr(settings, name, value)
@@ -159,14 +159,14 @@ def build_variants(example, scratch: Path, args: argparse.Namespace) -> dict:
 
     def decode_there(encoded: tuple[torch.Tensor, list[int]]) -> torch.Tensor:
         content, sizes = encoded
-        pictures = decode_jpeg(list(content.split(sizes)), mode="RGB", device=device)
+        images = decode_jpeg(list(content.split(sizes)), mode="RGB", device=device)
         if device.type == "cuda":  # where PyTorch does not resize bytes
-            pictures = [picture.float() for picture in pictures]
+            images = [image.float() for image in images]
         return example.normalize(
-            torch.stack([staged.crop_and_flip(picture) for picture in pictures])
+            torch.stack([staged.crop_and_flip(image) for image in images])
         )
 
-    tree = folder_of_pictures(scratch / "tree")
+    tree = image_folder(scratch / "tree")
     make_loader = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True}
     make_loader |= {"num_workers": args.workers, "persistent_workers": args.workers > 0}
     make_loader["pin_memory"] = device.type == "cuda"
@@ -236,7 +236,7 @@ class Encoded(Dataset):
 def as_one(
     samples: list[tuple[torch.Tensor, int]],
 ) -> tuple[tuple[torch.Tensor, list[int]], torch.Tensor]:
-    """Return the bytes of all pictures in a row, with their numbers, and the labels.
+    """Return the bytes of all images in a row, with their numbers, and the labels.
 
     Each tensor that comes from a worker takes a file descriptor.
     """
