@@ -1,7 +1,7 @@
 """Measure how fast single_gpu makes batches of CIFAR-10, against the usual way.
 
 The usual way is torchvision's data set behind two worker processes, which hands out PIL
-pictures. The limit is the loop of main.py without augmentation. A network that costs
+images. The limit is the loop of main.py without augmentation. A network that costs
 nothing takes each batch, in every variant.
 """
 
@@ -33,9 +33,9 @@ def parse_args() -> argparse.Namespace:
     add(
         "--data-dir",
         type=Path,
-        help="folder with cifar-10-batches-py; without it, made-up pictures",
+        help="folder with cifar-10-batches-py; without it, made-up images",
     )
-    add("--samples", type=int, default=45000, help="training pictures")
+    add("--samples", type=int, default=45000, help="training images")
     add("--batch-size", type=int, default=256)
     add("--workers", type=int, default=2, help="worker processes of the usual way")
     add("--threads", type=int, default=1, help="CPU threads of PyTorch")
@@ -48,7 +48,7 @@ def main() -> None:
     example = load_example("single_gpu")
     with tempfile.TemporaryDirectory() as folder:
         data_dir = args.data_dir or draw(Path(folder))
-        # Made-up pictures have no published checksum.
+        # Made-up images have no published checksum.
         datasets.cifar.check_integrity = lambda *_: True
         variants = build_variants(example, data_dir, args)
         rates = take_turns(variants, args.rounds)
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def build_variants(example, data_dir: Path, args: argparse.Namespace) -> dict:
-    """Return a function for each way: it does an epoch, and counts the pictures."""
+    """Return a function for each way: it does an epoch, and counts the images."""
     data = datasets.CIFAR10(data_dir)
     images = torch.from_numpy(data.data).permute(0, 3, 1, 2)
     images, labels = images[: args.samples], torch.tensor(data.targets)[: args.samples]

@@ -23,9 +23,9 @@ def parse_args() -> argparse.Namespace:
     add(
         "--data-dir",
         type=Path,
-        help="folder with cifar-10-batches-py; without it, made-up pictures",
+        help="folder with cifar-10-batches-py; without it, made-up images",
     )
-    add("--samples", type=int, default=45000, help="training pictures in a turn")
+    add("--samples", type=int, default=45000, help="training images in a turn")
     add("--batch-size", type=int, default=256)
     add("--workers", type=int, default=2, help="worker processes of the usual way")
     add(
@@ -42,7 +42,7 @@ def main() -> None:
     example = load_example("single_gpu")
     with tempfile.TemporaryDirectory() as folder:
         data_dir = args.data_dir or draw(Path(folder))
-        # Made-up pictures have no published checksum.
+        # Made-up images have no published checksum.
         datasets.cifar.check_integrity = lambda *_: True
         variants = build_variants(example, data_dir, device, args)
         rates = take_turns(variants, args.rounds)
@@ -59,7 +59,7 @@ def main() -> None:
 def build_variants(
     example, data_dir: Path, device: torch.device, args: argparse.Namespace
 ) -> dict:
-    """Return a function for each way: it does an epoch, and counts the pictures."""
+    """Return a function for each way: it does an epoch, and counts the images."""
     data = datasets.CIFAR10(data_dir)
     images = torch.from_numpy(data.data).permute(0, 3, 1, 2)[: args.samples].to(device)
     labels = torch.tensor(data.targets)[: args.samples].to(device)

@@ -1,9 +1,9 @@
-"""Measure how fast imagenet makes pictures to train on, against the usual way.
+"""Measure how fast imagenet makes images to train on, against the usual way.
 
-The usual way is torchvision's ImageFolder, which hands out PIL pictures, and its v2
+The usual way is torchvision's ImageFolder, which hands out PIL images, and its v2
 transforms, which end in float32. imagenet's are bytes until main.py normalizes them, on
 its GPU; a variant does that, too. The limit is decoding alone. First in one process,
-then through worker processes, there also with the pictures that
+then through worker processes, there also with the images that
 `prepare_data.py --resize 256` has made smaller.
 """
 
@@ -39,7 +39,7 @@ def parse_args() -> argparse.Namespace:
         type=Path,
         help="folder with ImageNet's three archives; without it, made-up ones",
     )
-    add("--samples", type=int, default=600, help="pictures in a turn")
+    add("--samples", type=int, default=600, help="images in a turn")
     add("--batch-size", type=int, default=50)
     add("--workers", type=int, default=2, help="worker processes")
     add(
@@ -95,7 +95,7 @@ def main() -> None:
 def build_scratch(
     scratch: Path, source: Path | None, forms: dict[str, list[str]]
 ) -> None:
-    """Stage the pictures, or made-up ones, in folders of `scratch`.
+    """Stage the images, or made-up ones, in folders of `scratch`.
 
     Each of `forms` says with what flags.
     """
@@ -124,15 +124,12 @@ def options(data_dir: Path, args: argparse.Namespace) -> argparse.Namespace:
         synthetic=False,
         image_size=224,
         seed=0,
-        batch_size=args.batch_size,
-        workers=args.workers,
-        sync_batchnorm=False,
         limit_train_samples=args.samples,
         limit_valid_samples=None,
     )
 
 
-def folder_of_pictures(tree: Path) -> ImageFolder:
+def image_folder(tree: Path) -> ImageFolder:
     transform = v2.Compose(
         [
             v2.RandomResizedCrop(224),
@@ -146,12 +143,12 @@ def folder_of_pictures(tree: Path) -> ImageFolder:
 
 
 def order(dataset, args: argparse.Namespace) -> list[int]:
-    """Return the pictures of a turn: not those of one class only."""
+    """Return the images of a turn: not those of one class only."""
     return data.draw_epoch(len(dataset), 0, 1)[: args.samples].tolist()
 
 
 def usual_alone(tree: Path, args: argparse.Namespace):
-    dataset = folder_of_pictures(tree)
+    dataset = image_folder(tree)
     indices = order(dataset, args)
 
     def turn() -> int:
@@ -178,14 +175,14 @@ def decoding_alone(staged: Path, args: argparse.Namespace):
 
     def turn() -> int:
         for index in dataset.chosen:
-            dataset.pictures.read(index)
+            dataset.images.read(index)
         return len(dataset)
 
     return turn
 
 
 def usual(tree: Path, args: argparse.Namespace):
-    dataset = folder_of_pictures(tree)
+    dataset = image_folder(tree)
     loader = DataLoader(
         torch.utils.data.Subset(dataset, order(dataset, args)),
         args.batch_size,
@@ -202,13 +199,13 @@ def usual(tree: Path, args: argparse.Namespace):
 
 
 def shipped(staged: Path, args: argparse.Namespace, then=lambda images: images):
-    arguments = options(staged, args)
-    train_set, valid_set = data.load_data(arguments)
+    dataset, _ = data.load_data(options(staged, args))
+    loader = data.build_loader(dataset, args.workers)
     run = checkpoint.Run(None, None, None, {}, global_batch_size=args.batch_size)
-    loader, _ = data.build_loaders(train_set, valid_set, run, arguments)
 
     def turn() -> int:
-        return sum(len(then(images)) for images, _ in loader)
+        batches = data.training_batches(loader, run, torch.device("cpu"))
+        return sum(len(then(images)) for images, _ in batches)
 
     return turn
 

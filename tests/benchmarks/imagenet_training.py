@@ -1,9 +1,9 @@
 """Measure how fast imagenet trains, on a GPU or the CPU, against the usual way.
 
-The usual way is torchvision's ImageFolder with v2 transforms on PIL pictures, float32,
+The usual way is torchvision's ImageFolder with v2 transforms on PIL images, float32,
 and `.item()` in every step. The limit is forward, backward and step of the example's
 model on one batch in memory. Between them: the example on staged and on made-up
-pictures, and what it would be if the device itself decoded the JPEGs.
+images, and what it would be if the device itself decoded the JPEGs.
 `taskset --cpu-list 0-3` before it tells how far four cores reach.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from imagenet_input import build_scratch, data, folder_of_pictures, options, order
+from imagenet_input import build_scratch, data, image_folder, options, order
 from PIL import Image
 from side_by_side import (
     argument_parser,
@@ -30,7 +30,6 @@ from torchvision.io import decode_jpeg
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "imagenet"))
 import checkpoint
-import prepare_data
 import watch
 
 
@@ -46,7 +45,7 @@ def parse_args() -> argparse.Namespace:
         "--samples",
         type=int,
         default=12800,
-        help="pictures in a turn, of those that there are",
+        help="images in a turn, of those that there are",
     )
     add("--model", default="resnet50", help="one of torchvision's")
     add("--batch-size", type=int, default=256)
@@ -68,11 +67,10 @@ def main() -> None:
     args = parse_args()
     example = load_example("imagenet")
     example.set_ranks()
-    device = example.setup_distributed()
     with tempfile.TemporaryDirectory() as temporary:
         scratch = args.scratch or Path(temporary)
         build_scratch(scratch, args.source, {"copied": [], "tree": ["--extract"]})
-        variants = build_variants(example, scratch, device, args)
+        variants = build_variants(example, scratch, args)
         rates = take_turns(variants, args.rounds)
     usual, *_, limit = variants
     title = (
@@ -82,10 +80,8 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def build_variants(
-    example, scratch: Path, device: torch.device, args: argparse.Namespace
-) -> dict:
-    """Return a function for each way: it does some steps, and counts the pictures."""
+def build_variants(example, scratch: Path, args: argparse.Namespace) -> dict:
+    """Return a function for each way: it does some steps, and counts the images."""
     settings = options(scratch / "copied", args)
     for name, value in vars(args).items():
         setattr(settings, name, value)
@@ -93,11 +89,16 @@ def build_variants(
     settings.save_minutes, settings.save_steps = 10**6, 10**6
     settings.sync_batchnorm = settings.profile = False
     settings.wandb, settings.timeout = None, 24 * 60 * 60
-    staged, valid_set = example.load_data(settings)
+    staged, _ = example.load_data(settings)
     settings.limit_train_samples = len(staged)  # for made-up ones: as many
     settings.synthetic = True
     synthetic, _ = example.load_data(settings)
-    classes, steps = len(staged.pictures.classes), len(staged) // args.batch_size
+    # As main.py does, before CUDA and NCCL are up.
+    staged_loader = example.build_loader(staged, args.workers)
+    synthetic_loader = example.build_loader(synthetic, args.workers)
+    device = example.setup_distributed()
+    watching = watch.Watch(scratch, device, settings, 0)
+    classes, steps = len(staged.images.classes), len(staged) // args.batch_size
 
     def make_model():
         model = example.build_model(settings, classes).to(
@@ -107,23 +108,23 @@ def build_variants(
             model.compile()
         return model
 
-    def shipped(train_set):
+    def shipped(loader):
         model = make_model()
         optimizer, scheduler = example.build_optimizer(
             model, settings, args.batch_size, steps
         )
         run = checkpoint.Run(model, optimizer, scheduler, {}, args.batch_size)
-        loader, _ = example.build_loaders(train_set, valid_set, run, settings)
-        watching = watch.Watch(scratch, device, settings, 0)
         ddp_model = distribute(model)
         # An epoch ends with a checkpoint. A turn is much shorter than an epoch,
         # so this one does not.
-        no_checkpoints = argparse.Namespace(save=lambda state: None, age=lambda: 0.0)
+        no_checkpoints = argparse.Namespace(save=lambda run: None, age=lambda: 0.0)
 
         def turn() -> int:
+            batches = example.training_batches(loader, run, device)
+            batches = watching.batches(batches)
             bar = example.progress(run.epoch, steps)
             example.train(
-                ddp_model, run, loader, bar, no_checkpoints, watching, settings
+                ddp_model, run, batches, bar, no_checkpoints, watching, settings
             )
             run.start_epoch(run.epoch + 1)
             return done()
@@ -158,14 +159,14 @@ def build_variants(
 
     def decode_there(encoded: tuple[torch.Tensor, list[int]]) -> torch.Tensor:
         content, sizes = encoded
-        pictures = decode_jpeg(list(content.split(sizes)), mode="RGB", device=device)
+        images = decode_jpeg(list(content.split(sizes)), mode="RGB", device=device)
         if device.type == "cuda":  # where PyTorch does not resize bytes
-            pictures = [picture.float() for picture in pictures]
+            images = [image.float() for image in images]
         return example.normalize(
-            torch.stack([staged.crop_and_flip(picture) for picture in pictures])
+            torch.stack([staged.crop_and_flip(image) for image in images])
         )
 
-    tree = folder_of_pictures(scratch / "tree")
+    tree = image_folder(scratch / "tree")
     make_loader = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True}
     make_loader |= {"num_workers": args.workers, "persistent_workers": args.workers > 0}
     make_loader["pin_memory"] = device.type == "cuda"
@@ -203,11 +204,11 @@ def build_variants(
         "ImageFolder, v2 on PIL, float32, .item()": plain(
             pil, False, lambda images: images.to(device)
         ),
-        "imagenet/main.py": shipped(staged),
+        "imagenet/main.py": shipped(staged_loader),
         f"no DDP, .item(), JPEGs decoded on the {device.type}": plain(
             encoded, True, decode_there
         ),
-        "imagenet/main.py --synthetic": shipped(synthetic),
+        "imagenet/main.py --synthetic": shipped(synthetic_loader),
         "forward, backward, step on one batch": bare,
     }
 
@@ -216,7 +217,7 @@ class Encoded(Dataset):
     """The bytes of staged JPEGs, and their classes."""
 
     def __init__(self, chosen: data.Augmented):
-        self.pictures, self.chosen = chosen.pictures, chosen.chosen
+        self.images, self.chosen = chosen.images, chosen.chosen
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -224,16 +225,10 @@ class Encoded(Dataset):
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
         while True:
             i = self.chosen[number]
-            place = (
-                int(self.pictures.index[field][i])
-                for field in ("offset", "size", "packed")
-            )
-            content = prepare_data.read_bytes(self.pictures.file, *place)
-            picture = Image.open(io.BytesIO(content))
-            if picture.format == "JPEG" and picture.mode in ("RGB", "L"):
-                return torch.frombuffer(content, dtype=torch.uint8), int(
-                    self.pictures.labels[i]
-                )
+            content = self.images.read_bytes(i)
+            image = Image.open(io.BytesIO(content.numpy()))
+            if image.format == "JPEG" and image.mode in ("RGB", "L"):
+                return content, int(self.images.labels[i])
             # A GPU decodes no others; ImageNet has 23 of them.
             number = (number + 1) % len(self)
 
@@ -241,7 +236,7 @@ class Encoded(Dataset):
 def as_one(
     samples: list[tuple[torch.Tensor, int]],
 ) -> tuple[tuple[torch.Tensor, list[int]], torch.Tensor]:
-    """Return the bytes of all pictures in a row, with their numbers, and the labels.
+    """Return the bytes of all images in a row, with their numbers, and the labels.
 
     Each tensor that comes from a worker takes a file descriptor.
     """

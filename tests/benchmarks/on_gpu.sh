@@ -7,7 +7,7 @@
 # whole ImageNet, OUT takes 450 GB. Steps: machine nccl accuracy reference rate step saving synthetic photographs.
 # Without any, all of them; `reference` takes longest. A step that fails is named at the end, and the next ones run.
 # PYTHON=python3 before it takes that Python, where there is no uv. PYTHONPATH=tests/any_checksum lets main.py take
-# pictures that are not byte for byte CIFAR-10's.
+# images that are not byte for byte CIFAR-10's.
 set -euo pipefail
 [ $# -ge 2 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2 && exit 2; }
 mkdir -p "$1"
@@ -52,7 +52,8 @@ nccl() {
         run nccl-all "${torchrun[@]}" multi_gpu/main.py --synthetic --epochs 2
         run nccl-imagenet-all "${torchrun[@]}" imagenet/main.py --synthetic --epochs 1 --batch-size 16 --profile \
             --sync-batchnorm --checkpoint-dir "$out/nccl-all"
-        for engine in 1 0; do # PyTorch 2.15's new way to NCCL, and the old one: how much of all-reduce does each hide?
+        # PyTorch 2.15's new way to NCCL, and the old one: traces show what each hides of all-reduce.
+        for engine in 1 0; do
             TORCH_DIST_USE_NCCL2=$engine run "nccl-hidden-$engine" "${torchrun[@]}" imagenet/main.py --synthetic \
                 --limit-train-samples $((12800 * gpus)) --epochs 1 --profile --checkpoint-dir "$out/nccl-hidden-$engine"
         done

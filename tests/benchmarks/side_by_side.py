@@ -51,7 +51,7 @@ def distribute(model: nn.Module) -> nn.Module:
 
 
 class FreeNetwork(nn.Module):
-    """A network that costs nothing: the same logits for every picture."""
+    """A network that costs nothing: the same logits for every image."""
 
     def __init__(self):
         super().__init__()

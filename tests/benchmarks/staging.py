@@ -48,7 +48,6 @@ def parse_args() -> argparse.Namespace:
         default=Path(tempfile.gettempdir()),
         help="folder on the disk to measure",
     )
-    add("--workers", type=int, default=2, help="processes of prepare_data.py")
     add("--copy-only", action="store_true", help="leave the extraction out")
     return parser.parse_args()
 
@@ -74,7 +73,7 @@ def main() -> None:
                 f"--source={source}",
                 f"--data-dir={folder}",
             ]
-            return timed(*command, f"--workers={args.workers}", *flags)
+            return timed(*command, *flags)
 
         def torchvision(folder: Path) -> float:
             for file in files:  # it writes beside its archives
