@@ -890,7 +890,7 @@ def test_undecodable_when_resized(undecodable, data_dir):
 
 
 def test_archive_cut_after_staging(imagenet, data_dir):
-    """Also where a decoder would fill up the little that is missing."""
+    """The decoder notices, also if only the last bytes are missing."""
     run(imagenet.source, data_dir)
     images = Images(data_dir, "train")
     end = int(images.index["offset"][23] + images.index["size"][23])
