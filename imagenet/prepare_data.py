@@ -226,6 +226,9 @@ def convert_some(
     tar: tarfile.TarFile | None,
 ) -> list[Member]:
     """Write images to a tar, or to files in class folders if there is no tar."""
+    if tar is None:
+        for class_folder in {os.path.dirname(image.name) for image in images}:
+            os.makedirs(folder / class_folder, exist_ok=True)
     with open(archive, "rb") as file:
         for image in images:
             data = archives.read_member(file, image, image.size)
@@ -234,9 +237,7 @@ def convert_some(
             if side:
                 data = shrink(data, side, f"{archive}: {image.name}")
             if tar is None:
-                path = f"{folder}/{image.name}"
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "wb") as target:
+                with open(f"{folder}/{image.name}", "wb") as target:
                     target.write(data)
             else:
                 header = tarfile.TarInfo(image.name)
