@@ -61,8 +61,10 @@ finish() {
         echo "job.sh: waiting for Slurm's controller" >&2
         sleep 20
     done
-    [[ $SLURM_TMPDIR != /tmp/slurm-job-* ]] ||
-        on_each_node --overlap --immediate=30 rm -rf "$SLURM_TMPDIR" || rm -rf "$SLURM_TMPDIR"
+    # A controller that has just come back takes some seconds to find its nodes.
+    [[ $SLURM_TMPDIR != /tmp/slurm-job-* ]] || for _ in 1 2 3; do
+        on_each_node --overlap --immediate=10 rm -rf "$SLURM_TMPDIR" && break
+    done || rm -rf "$SLURM_TMPDIR"
     if [ "$status" = 0 ]; then
         # Slurm 24.11 would start a job again that was preempted once.
         scontrol update JobId="$this_job" Requeue=0 || true
@@ -102,7 +104,7 @@ export WORK_DIR=$PWD SYNC_FLAGS=--locked
 export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
 if [ -n "$GIT_COMMIT" ]; then
     code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh") ||
-        fail "no commit $GIT_COMMIT in $PWD on $(hostname): is that a shared disk?"
+        fail "no commit $GIT_COMMIT in $PWD on $(hostname)"
     eval "$code_checkpointing"
 else
     # Once, here: tasks that all do this at the same time get in each other's way.

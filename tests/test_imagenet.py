@@ -23,6 +23,7 @@ def test_the_whole_way(user):
         "--time=10",
     ]
     command = ["./safe_sbatch", *flags, "job.sh", *TINY, "--epochs=35"]
+    command += ["--timeout=900"]  # a rank is stopped until Slurm warns the job
 
     def submit() -> str:
         result = user.run(command, "imagenet", UV_LINK_MODE="symlink")
@@ -141,7 +142,7 @@ def test_array(user):
     assert left == [False, True, True, True]
     assert len({weights(result) for result in results}) == 2  # of two seeds
     told = "".join(result.output for result in results)
-    assert f"node1: removed {abandoned}: " in told
+    assert f"node1: removed {abandoned}, " in told
     assert told.count("node1: staged ") == 2
     made = set(user.checkpoints("").glob("*")) - folders
     assert [(folder / "best.pt").exists() for folder in made] == [True, True]
@@ -236,11 +237,11 @@ def test_mistyped_archives(user):
     result = user.wait(user.train(IMAGENET_DIR="/no/such/folder"))
     assert result.state == "FAILED", result
     said = re.findall(
-        r"^prepare_data.py: error: there is no (\S+) on (node\d): ",
+        r"^prepare_data.py: error: cannot stage (\S+) in \S+ on node\d: .*No such file",
         result.output,
         re.MULTILINE,
     )
-    assert ("/no/such/folder", "node1") in said, result
+    assert "/no/such/folder" in said, result
     assert (
         "command not found" not in result.output and "World size" not in result.output
     ), result
