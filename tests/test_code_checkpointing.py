@@ -397,7 +397,7 @@ def test_two_jobs_on_one_node(repository):
 def test_missing_commit(repository):
     commit = "0123456789abcdef0123456789abcdef01234567"
     result = repository.wait(repository.submit("", *FLAGS, "job.sh", GIT_COMMIT=commit))
-    where = f"{repository.folder} on node1, see above: is that a shared disk?"
+    where = f"{repository.folder} on node1"
     assert errors(result) == [f"no commit {commit} of {where}"], result
     assert "\nfatal: " in result.output, result  # what git says
 
