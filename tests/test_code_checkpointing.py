@@ -398,7 +398,7 @@ def test_missing_commit(repository):
     commit = "0123456789abcdef0123456789abcdef01234567"
     result = repository.wait(repository.submit("", *FLAGS, "job.sh", GIT_COMMIT=commit))
     where = f"{repository.folder} on node1"
-    assert errors(result) == [f"no commit {commit} of {where}"], result
+    assert errors(result) == [f"no commit {commit} in {where}"], result
     assert "\nfatal: " in result.output, result  # what git says
 
 
