@@ -122,7 +122,7 @@ def build_variants(example, scratch: Path, args: argparse.Namespace) -> dict:
         def turn() -> int:
             batches = example.training_batches(loader, run, device)
             batches = watching.batches(batches)
-            bar = example.progress(run.epoch, steps)
+            bar = example.progress(run.epoch, steps, run.global_batch_size)
             example.train(
                 ddp_model, run, batches, bar, no_checkpoints, watching, settings
             )
