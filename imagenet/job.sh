@@ -120,8 +120,7 @@ if [[ ${1:-} == @* ]]; then
     line=$(sed -n "${SLURM_ARRAY_TASK_ID:?give --array}p" "${1#@}")
     [ -n "$line" ] || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID"
     mapfile -t words < <(xargs -n1 printf '%s\n' <<< "$line")
-    # A quote that is not closed ends the job.
-    wait $!
+    wait $! # a quote that is not closed ends the job
     set -- "${words[@]}" "${@:2}"
     seed=""
 fi

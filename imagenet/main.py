@@ -129,6 +129,8 @@ def main() -> None:
     saved = checkpoints.load(recipe)
     if saved:  # perhaps by another number of GPUs: the global batch stays as it was
         global_batch_size = saved["global_batch_size"]
+        if global_batch_size < world_size:
+            raise RunError(f"a step has {global_batch_size} samples: start fewer ranks")
     steps = count_steps(len(train_set), global_batch_size, world_size)
     logging.info(
         f"World size {world_size}: {steps} steps an epoch, "

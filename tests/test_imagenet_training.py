@@ -394,6 +394,13 @@ def test_other_numbers_of_ranks(tmp_path):
         torch.testing.assert_close(states[1]["model"][name], value, atol=2e-3, rtol=0)
 
 
+def test_more_ranks_than_samples_in_a_step(tmp_path):
+    arguments = [*TINY, "--model=dummy", "--epochs=1", "--batch-size=1", "--workers=0"]
+    run_to_its_end(tmp_path, 2, *arguments)
+    text = run_to_its_end(tmp_path, 3, *arguments, status=1).text()
+    assert errors(text) == ["main.py: error: a step has 2 samples: start fewer ranks"]
+
+
 @pytest.mark.parametrize("seed", [0, 1])  # the best epoch is the last, or the first
 def test_the_best_weights_in_plain_code(seed, tmp_path):
     """Two lines load best.pt. Its accuracy is the best one that the log has."""
