@@ -117,7 +117,7 @@ def main() -> None:
     train_set, valid_set = load_data(args)
     train_loader = build_loader(train_set, args.workers)
     valid_loader = build_loader(valid_set, args.workers)
-    device = setup_distributed()
+    device = setup_distributed(args.timeout)
     if device.type == "cpu":
         logging.warning("warning: no GPU found, training on the CPU")
 
@@ -211,7 +211,7 @@ def set_ranks() -> None:
     environ.setdefault("WORLD_SIZE", environ.get("SLURM_NTASKS", "1"))
 
 
-def setup_distributed() -> torch.device:
+def setup_distributed(timeout: float) -> torch.device:
     """Join the process group, one process a GPU, and return this process's device."""
     # Where rank 0 listens. job.sh sets both, salloc neither.
     if "MASTER_ADDR" not in environ:
@@ -222,9 +222,17 @@ def setup_distributed() -> torch.device:
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         check_port()
-        # Ranks wait so long while rank 0 saves. `Watch` ends a hang much earlier.
-        limit = timedelta(minutes=30)
-        dist.init_process_group(backend, device_id=device, timeout=limit)
+        limit = timedelta(seconds=timeout)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            device_id=device,
+            # Ranks wait so long while rank 0 saves. `Watch` ends a hang much earlier.
+            timeout=timedelta(minutes=30),
+        )
     except (OSError, RuntimeError) as error:
         fail(
             f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
