@@ -254,8 +254,7 @@ def check_recipe(path: Path, saved: dict, asked: dict) -> None:
 def get_recipe(args: argparse.Namespace, data: Dataset) -> dict:
     """Return what must stay as it is from a run's first step to its last."""
     names = (
-        "model image_size epochs batch_size accumulate "
-        "learning_rate weight_decay seed sync_batchnorm"
+        "model image_size epochs batch_size accumulate learning_rate weight_decay seed"
     )
     recipe = {name: getattr(args, name) for name in names.split()}
     return recipe | {

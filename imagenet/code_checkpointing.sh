@@ -8,6 +8,10 @@ unset UV_PROJECT_ENVIRONMENT VIRTUAL_ENV # the copy gets an environment of its o
 export code=$SLURM_TMPDIR/code-$SLURM_JOB_ID
 code_folder=$code/$(git rev-parse --show-prefix)
 export code_folder
+# Relative paths are those of the folder of the submission. Checkpoints go below WORK_DIR,
+# unless there is a $SCRATCH.
+export WORK_DIR=$PWD
+IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -ms "$IMAGENET_DIR")}
 
 copy_code() {
     # Slurm may have ended this job while it was here before.
@@ -15,10 +19,9 @@ copy_code() {
     git -C "$(git rev-parse --show-toplevel)" archive "$GIT_COMMIT" | tar -x -C "$code" ||
         fail "cannot copy commit $GIT_COMMIT from $PWD to $code on $(hostname)"
     # uv takes from its cache what is there: a node needs internet for the rest only.
-    # shellcheck disable=SC2086 # several flags
-    uv sync --quiet $SYNC_FLAGS --directory "$code_folder" ||
+    uv sync --locked --quiet --directory "$code_folder" ||
         fail "cannot install what uv.lock lists into $code on $(hostname)." \
-            "Without internet there, call uv sync --inexact $SYNC_FLAGS elsewhere first"
+            "Without internet there, call uv sync --inexact --locked elsewhere first"
     echo "Commit $GIT_COMMIT is on the disk of $(hostname), after $SECONDS s"
 }
 export -f copy_code

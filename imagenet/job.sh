@@ -12,7 +12,7 @@
 # EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type,
 # and --tmp=160G if some nodes' own disks are too small for ImageNet.
 # EDIT: the folder of the archives. If it is empty, train with --synthetic.
-export IMAGENET_DIR=${IMAGENET_DIR:-}
+export IMAGENET_DIR=${IMAGENET_DIR-}
 
 # sbatch copies the variables of your shell, and srun reads them as options. If that shell
 # is in another job, they do not fit here. Without them, srun uses all that this job has.
@@ -61,10 +61,13 @@ finish() {
         echo "job.sh: waiting for Slurm's controller" >&2
         sleep 20
     done
-    # A controller that has just come back takes some seconds to find its nodes.
-    [[ $SLURM_TMPDIR != /tmp/slurm-job-* ]] || for _ in 1 2 3; do
-        on_each_node --overlap --immediate=10 rm -rf "$SLURM_TMPDIR" && break
-    done || rm -rf "$SLURM_TMPDIR"
+    if [[ $SLURM_TMPDIR == /tmp/slurm-job-* ]]; then
+        # A controller that has just come back takes some seconds to find its nodes.
+        for _ in 1 2 3; do
+            on_each_node --overlap --immediate=10 rm -rf "$SLURM_TMPDIR" && break
+        done
+        rm -rf "$SLURM_TMPDIR"
+    fi
     if [ "$status" = 0 ]; then
         # Slurm 24.11 would start a job again that was preempted once.
         scontrol update JobId="$this_job" Requeue=0 || true
@@ -95,11 +98,6 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT
 
-IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -ms "$IMAGENET_DIR")}
-[[ " $* " != *" --synthetic "* ]] || IMAGENET_DIR=""
-# Checkpoints go below WORK_DIR, unless there is a $SCRATCH.
-export WORK_DIR=$PWD SYNC_FLAGS=--locked
-[[ " $* " != *" --wandb"* ]] || SYNC_FLAGS="--locked --group wandb"
 # safe_sbatch names a commit: every node takes it to its own disk, and the job runs there.
 export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
 if [ -n "$GIT_COMMIT" ]; then
@@ -108,21 +106,22 @@ if [ -n "$GIT_COMMIT" ]; then
     eval "$code_checkpointing"
 else
     # Once, here: tasks that all do this at the same time get in each other's way.
-    # shellcheck disable=SC2086 # several flags
-    uv sync --inexact --quiet $SYNC_FLAGS
+    uv sync --locked --inexact --quiet
 fi
+[[ " $* " != *" --synthetic "* ]] || IMAGENET_DIR=""
 [ -z "$IMAGENET_DIR" ] || on_each_node uv run --no-sync python prepare_data.py
 
-# In a job array, the task's number is the seed, unless the arguments say otherwise.
-seed=${SLURM_ARRAY_TASK_ID:+--seed=$SLURM_ARRAY_TASK_ID}
-# With `--array=1-8 job.sh @sweep.txt`, each task takes its own line of sweep.txt instead.
+# With `--array=1-8 job.sh @sweep.txt`, each task takes its own line of sweep.txt. What all
+# of them get comes after @sweep.txt, --synthetic, too.
 if [[ ${1:-} == @* ]]; then
     line=$(sed -n "${SLURM_ARRAY_TASK_ID:?give --array}p" "${1#@}")
     [ -n "$line" ] || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID"
-    mapfile -t words < <(xargs -n1 printf '%s\n' <<< "$line")
-    wait $! # a quote that is not closed ends the job
+    words=$(xargs -n1 printf '%s\n' <<< "$line") # a quote that is not closed ends the job
+    mapfile -t words <<< "$words"
     set -- "${words[@]}" "${@:2}"
-    seed=""
+elif [ "${SLURM_ARRAY_TASK_ID:-}" ]; then
+    # Each task has a seed of its own, unless the arguments name one.
+    set -- --seed="$SLURM_ARRAY_TASK_ID" "$@"
 fi
 # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
@@ -133,4 +132,4 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:
 # PyTorch 2.15's new NCCL backend makes backward() wait for each all-reduce.
 export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0}
 TMPDIR=$SLURM_TMPDIR srun --kill-on-bad-exit=1 --wait=60 \
-    uv run --no-sync python main.py ${seed:+"$seed"} "$@"
+    uv run --no-sync python main.py "$@"

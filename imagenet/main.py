@@ -45,7 +45,10 @@ def parse_args() -> argparse.Namespace:
         return number
 
     def model(name: str) -> str:
-        if name not in ["dummy", *models.list_models(module=models)]:
+        # Those two return more than logits.
+        others = ["googlenet", "inception_v3"]
+        known = models.list_models(module=models, exclude=others)
+        if name not in ["dummy", *known]:
             raise argparse.ArgumentTypeError(f"torchvision.models has no {name}")
         return name
 
@@ -82,11 +85,6 @@ def parse_args() -> argparse.Namespace:
     add("--weight-decay", type=at_least(0.0), default=2**-15, help="L2 penalty")
     add("--seed", type=at_least(0), default=0, help="seed of everything random")
     add("--compile", action="store_true", help="a slow start, then faster steps")
-    add(
-        "--sync-batchnorm",
-        action="store_true",
-        help="normalize over the batches of all GPUs: slower",
-    )
     add("--workers", type=at_least(0), default=cpus, help="decoding processes per GPU")
     add("--checkpoint-dir", type=Path, default=checkpoints, help="of this run alone")
     add(
@@ -168,13 +166,13 @@ def run_epochs(
     train_loader, valid_loader = loaders
     for epoch in range(run.epoch, args.epochs + 1):
         start = time.perf_counter()
-        first_step = run.step  # 0, unless this start is in the middle of an epoch
+        steps_to_go = steps - run.step  # fewer if this start is within an epoch
         batches = watch.batches(training_batches(train_loader, run, device))
-        bar = progress(epoch, steps - first_step, run.global_batch_size)
+        bar = progress(epoch, steps_to_go, run.global_batch_size)
         metrics = train(ddp_model, run, batches, bar, checkpoints, watch, args)
         train_loss, train_accuracy = average(metrics, steps * run.global_batch_size)
         seconds = time.perf_counter() - start
-        rate = (steps - first_step) * run.global_batch_size / seconds
+        rate = steps_to_go * run.global_batch_size / seconds
         usage = watch.usage(seconds)
         batches = evaluation_batches(valid_loader, args.batch_size, device)
         metrics = evaluate(run.model, run, watch.batches(batches), watch)
@@ -325,8 +323,7 @@ def compute_gradients(
     Ranks may have shares of different sizes, and every image of a step weighs the same.
     """
     world_size = dist.get_world_size()
-    largest_share = math.ceil(run.global_batch_size / world_size)
-    parts = min(math.ceil(largest_share / batch_size), len(images))
+    parts = math.ceil(len(images) / batch_size)
     pairs = zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True)
     for number, (images, labels) in enumerate(pairs, 1):
         # One all-reduce of the gradients a step is enough: after its last part.
@@ -363,7 +360,8 @@ def agree(
     if samples:
         values = {"train/loss": loss / samples, "train/accuracy": correct / samples}
         watch.log(run.scheduler.last_epoch, values)
-    if save or stop or due or 0 == run.step % args.save_steps < run.step:
+    at_step = run.step > 0 and run.step % args.save_steps == 0
+    if save or stop or due or at_step:
         with watch.paused():
             checkpoints.save(run)
     if stop:
@@ -442,14 +440,7 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
     if "resne" in args.model:
         # Each block begins as the identity: Goyal et al. 2017, arXiv:1706.02677.
         options = {"zero_init_residual": True}
-    elif args.model in ("googlenet", "inception_v3"):
-        options = {"aux_logits": False, "init_weights": True}
-    if args.sync_batchnorm and not torch.cuda.is_available():
-        raise RunError("--sync-batchnorm needs GPUs: leave it out")
-    model = models.get_model(args.model, num_classes=classes, **options)
-    return (
-        nn.SyncBatchNorm.convert_sync_batchnorm(model) if args.sync_batchnorm else model
-    )
+    return models.get_model(args.model, num_classes=classes, **options)
 
 
 def build_optimizer(

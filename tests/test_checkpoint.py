@@ -537,7 +537,6 @@ def test_recipe():
         "learning_rate": 0.1,
         "weight_decay": 0.0,
         "seed": 1,
-        "sync_batchnorm": False,
     }
     others = {"workers": 3, "compile": True, "keep": 9, "timeout": 5, "save_steps": 2}
     fingerprint = {"images": SimpleNamespace(fingerprint="1a2b")}

@@ -496,37 +496,6 @@ def test_nodes_without_internet(repository, index, tmp_path):
     assert list(Path("/dev/shm").glob("safe_sbatch.*")) == []
 
 
-def test_packages_of_wandb(repository, index, tmp_path):
-    """A job with --wandb needs more than one without: safe_sbatch looks for that."""
-    group = '[dependency-groups]\nwandb = ["answer"]\n'
-    repository.write(
-        "../../pyproject.toml",
-        f'{PROJECT}{group}[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n',
-    )
-    repository.must("uv", "lock")
-    commit = repository.commit()
-    (tmp_path / "another cache").mkdir()
-    repository.env |= {"UV_CACHE_DIR": str(tmp_path / "another cache")}
-    submit = ["./safe_sbatch", "--test-only", *FLAGS, "job.sh"]
-    result = repository.run(submit, UV_OFFLINE="1")
-    assert result.exit_code == 0, result
-    result = repository.run([*submit, "--wandb", "project"], UV_OFFLINE="1")
-    assert result.exit_code == 1, result
-    error = "safe_sbatch: error: uv cannot install what uv.lock lists: "
-    assert result.output.endswith(
-        f"\n{error}call uv sync --inexact --locked --group wandb "
-        "where there is internet\n"
-    ), result
-
-    result = repository.wait(
-        repository.safe_sbatch(*ONE_TASK, "job.sh", "--wandb=project")
-    )
-    ran(result, commit, ("first",))
-    package = f"{copy(result.job)}/.venv/lib/python*/site-packages/answer.py"
-    command = f"ls {package.replace(' ', '?')}"
-    assert repository.on("node1", "sh", "-c", command).exit_code == 0
-
-
 SWEEP = """\
 --learning-rate 0.1 --name 'two words' ""
 --name="two  'more' words" '*' '$HOME' \\"

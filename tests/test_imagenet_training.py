@@ -526,10 +526,6 @@ def test_limited_samples(tree):
             "a step takes 200 samples and there are only 67 to train on: ",
         ),
         (["--checkpoint-dir=0.log"], "cannot use .*/0.log: "),
-        (
-            ["--sync-batchnorm", "--model=resnet18"],
-            "--sync-batchnorm needs GPUs: leave it out",
-        ),
     ],
 )
 def test_errors_are_one_line(arguments, message, tmp_path):
@@ -669,11 +665,11 @@ MEAN, STD = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[
 ]
 
 
-def options(**changes) -> argparse.Namespace:
+def options(*arguments: str, **changes) -> argparse.Namespace:
     """Return the options of a small run."""
     with pytest.MonkeyPatch.context() as patch:
         flags = [*TINY, "--model=dummy", "--workers=0", "--epochs=1"]
-        patch.setattr(sys, "argv", ["main.py", *flags])
+        patch.setattr(sys, "argv", ["main.py", *flags, *arguments])
         values = vars(main.parse_args())
     assert set(changes) <= set(values)
     return argparse.Namespace(**values | changes)
@@ -1106,17 +1102,23 @@ def test_metrics_are_averaged_over_samples():
 
 
 def test_every_model_can_be_built():
-    """Each of torchvision's classification models gives logits of all the classes."""
+    """Each of torchvision's classification models gives logits of all the classes.
+
+    Two give more than that in training: --model refuses them.
+    """
     with torch.device("meta"):
         for name in models.list_models(module=models):
             if name.startswith("regnet"):  # they read their weights
                 continue
+            if name in ("googlenet", "inception_v3"):
+                with pytest.raises(SystemExit):
+                    options(f"--model={name}")
+                continue
             model = main.build_model(options(model=name), 7)
             sizes = {weight.shape[0] for weight in list(model.parameters())[-4:]}
             assert 7 in sizes or "squeezenet" in name, name
-        for name, size in (("googlenet", 64), ("inception_v3", 80), ("vit_b_16", 224)):
-            model = main.build_model(options(model=name), 7).train()
-            assert model(torch.empty(2, 3, size, size)).shape == (2, 7)
+        model = main.build_model(options(model="vit_b_16"), 7).train()
+        assert model(torch.empty(2, 3, 224, 224)).shape == (2, 7)
     for name in ("regnet_y_400mf", "squeezenet1_0", "dummy"):
         model = main.build_model(options(model=name), 7)
         assert model(torch.ones(2, 3, 64, 64)).shape == (2, 7)

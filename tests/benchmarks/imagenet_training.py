@@ -87,7 +87,7 @@ def build_variants(example, scratch: Path, args: argparse.Namespace) -> dict:
         setattr(settings, name, value)
     settings.learning_rate, settings.weight_decay, settings.epochs = 0.0, 0.0, 10**6
     settings.save_minutes, settings.save_steps = 10**6, 10**6
-    settings.sync_batchnorm = settings.profile = False
+    settings.profile = False
     settings.wandb, settings.timeout = None, 24 * 60 * 60
     staged, _ = example.load_data(settings)
     settings.limit_train_samples = len(staged)  # for made-up ones: as many

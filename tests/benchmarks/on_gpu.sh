@@ -51,7 +51,7 @@ nccl() {
     if [ "$gpus" -gt 1 ]; then
         run nccl-all "${torchrun[@]}" multi_gpu/main.py --synthetic --epochs 2
         run nccl-imagenet-all "${torchrun[@]}" imagenet/main.py --synthetic --epochs 1 --batch-size 16 --profile \
-            --sync-batchnorm --checkpoint-dir "$out/nccl-all"
+            --checkpoint-dir "$out/nccl-all"
         # PyTorch 2.15's new way to NCCL, and the old one: traces show what each hides of all-reduce.
         for engine in 1 0; do
             TORCH_DIST_USE_NCCL2=$engine run "nccl-hidden-$engine" "${torchrun[@]}" imagenet/main.py --synthetic \
