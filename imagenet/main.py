@@ -164,18 +164,20 @@ def run_epochs(
 ) -> None:
     """Train and validate until the last epoch is done."""
     train_loader, valid_loader = loaders
+    global_batch_size = run.global_batch_size
     for epoch in range(run.epoch, args.epochs + 1):
         start = time.perf_counter()
         steps_to_go = steps - run.step  # fewer if this start is within an epoch
         batches = watch.batches(training_batches(train_loader, run, device))
-        bar = progress(epoch, steps_to_go, run.global_batch_size)
+        bar = progress(epoch, steps_to_go, global_batch_size)
         metrics = train(ddp_model, run, batches, bar, checkpoints, watch, args)
-        train_loss, train_accuracy = average(metrics, steps * run.global_batch_size)
+        train_loss, train_accuracy = average(metrics, steps * global_batch_size)
         seconds = time.perf_counter() - start
-        rate = steps_to_go * run.global_batch_size / seconds
+        rate = steps_to_go * global_batch_size / seconds
         usage = watch.usage(seconds)
         batches = evaluation_batches(valid_loader, args.batch_size, device)
-        metrics = evaluate(run.model, run, watch.batches(batches), watch)
+        batches = until_stopped(batches, run, device, watch)
+        metrics = evaluate(run.model, batches)
         valid_loss, valid_accuracy = average(metrics, len(valid_loader.dataset))
         samples_to_go = (args.epochs - epoch) * len(train_loader.dataset)
         logging.info(
@@ -387,16 +389,24 @@ def finish(watch: Watch) -> None:
     dist.destroy_process_group()
 
 
+def until_stopped(batches, run: Run, device: torch.device, watch: Watch):
+    """Yield the batches of a validation, unless Slurm asks to stop.
+
+    The epoch is saved before, and the next start goes on with its validation.
+    """
+    for number, batch in enumerate(watch.batches(batches)):
+        if number % 20 == 0 and checkpoint.any_rank_must_stop(device):
+            leave(run, watch)
+        yield batch
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, run: Run, batches, watch: Watch) -> Tensor:
+def evaluate(model: nn.Module, batches) -> Tensor:
     """Return the metrics of the model (see `measure`) over all the batches."""
     model.eval()
     device = next(model.parameters()).device
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    for number, (images, labels) in enumerate(batches):
-        # The time limit may come. The epoch is saved: it goes on with its validation.
-        if number % 20 == 0 and checkpoint.any_rank_must_stop(device):
-            leave(run, watch)
+    for images, labels in batches:
         with torch.autocast(device.type, torch.bfloat16, has_bfloat16()):
             logits = model(normalize(images))
         measure(metrics, logits, labels)
@@ -430,28 +440,13 @@ def average(metrics: Tensor, samples: int) -> tuple[float, float]:
     return loss / samples, correct / samples
 
 
-def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
-    """Return one of torchvision's models, or a dummy that is as fast as the data."""
-    if args.model == "dummy":
-        return nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, classes)
-        )
-    options = {}
-    if "resne" in args.model:
-        # Each block begins as the identity: Goyal et al. 2017, arXiv:1706.02677.
-        options = {"zero_init_residual": True}
-    return models.get_model(args.model, num_classes=classes, **options)
-
-
 def build_optimizer(
     model, args: argparse.Namespace, global_batch_size: int, steps: int
 ):
-    """Return SGD and its one-cycle schedule, which is moved on after every step.
-
-    The defaults are NVIDIA's for ResNet-50 v1.5, who report 77.1% after 90 epochs, and
-    75.8% after 50: github.com/NVIDIA/DeepLearningExamples,
-    PyTorch/Classification/ConvNets/resnet50v1.5/README.md.
-    """
+    """Return SGD and its one-cycle schedule, which is moved on after every step."""
+    # The defaults are NVIDIA's for ResNet-50 v1.5, who report 77.1% after 90 epochs
+    # and 75.8% after 50: github.com/NVIDIA/DeepLearningExamples,
+    # PyTorch/Classification/ConvNets/resnet50v1.5/README.md.
     # The rate follows the global batch: linear scaling, Goyal et al. 2017.
     learning_rate = args.learning_rate * global_batch_size / 256
     parameters = [weight for weight in model.parameters() if weight.requires_grad]
@@ -490,9 +485,11 @@ def progress(epoch: int, steps: int, global_batch_size: int) -> tqdm:
     options = {"mininterval": 1, "disable": None}  # seconds; None: if no terminal
     # Under salloc, srun's tasks have no terminal, but a person watches: `show` logs.
     in_salloc = "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH"
-    if not sys.stderr.isatty():
+    if in_salloc and not sys.stderr.isatty():
         options = {"mininterval": 10, "file": open(os.devnull, "w")}
-        options["miniters"] = 1 if in_salloc else math.ceil(steps / 10)
+    elif not sys.stderr.isatty():
+        options = {"mininterval": 10, "file": open(os.devnull, "w")}
+        options["miniters"] = math.ceil(steps / 10)
     if environ["RANK"] != "0":
         options = {"disable": True}
     options |= {"unit": " images", "unit_scale": global_batch_size}
@@ -519,6 +516,22 @@ def setup_logging() -> None:
 def fail(message: str) -> None:
     """End this process with one line that says why."""
     sys.exit(f"main.py: error: {message}")
+
+
+# ImageNet: any model of torchvision. The images are in data.py.
+
+
+def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
+    """Return one of torchvision's models, or a dummy that is as fast as the data."""
+    if args.model == "dummy":
+        return nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, classes)
+        )
+    options = {}
+    if "resne" in args.model:
+        # Each block begins as the identity: Goyal et al. 2017, arXiv:1706.02677.
+        options = {"zero_init_residual": True}
+    return models.get_model(args.model, num_classes=classes, **options)
 
 
 def normalize(images: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision import models
 from torchvision.datasets import CIFAR10
-from torchvision.models import resnet18
 from tqdm import tqdm
 
 
@@ -42,7 +42,7 @@ def parse_args() -> argparse.Namespace:
     add("--data-dir", default=data_dir, help="has CIFAR-10, or gets it")
     add("--synthetic", action="store_true", help="made-up images, two short epochs")
     add("--epochs", type=at_least(1), default=35, help="passes over the training set")
-    add("--batch-size", type=at_least(1), default=256, help="images per GPU in a step")
+    add("--batch-size", type=at_least(1), default=256, help="images per GPU at a time")
     add(
         "--learning-rate",
         type=at_least(0.0),
@@ -252,15 +252,6 @@ def average(metrics: Tensor, samples: int) -> tuple[float, float]:
     return loss / samples, correct / samples
 
 
-def build_model() -> nn.Module:
-    """Return a ResNet-18 whose stem keeps 32 x 32 pixels: ImageNet's leaves 8 x 8."""
-    # Each block begins as the identity: Goyal et al. 2017, arXiv:1706.02677.
-    model = resnet18(num_classes=10, zero_init_residual=True)
-    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
-    model.maxpool = nn.Identity()
-    return model
-
-
 def build_optimizer(
     model, args: argparse.Namespace, global_batch_size: int, steps: int
 ):
@@ -330,7 +321,16 @@ def fail(message: str) -> None:
     sys.exit(f"main.py: error: {message}")
 
 
-# The data: all of CIFAR-10, in the memory of the device.
+# CIFAR-10: a model for its small images, and all of them in the memory of the device.
+
+
+def build_model() -> nn.Module:
+    """Return a ResNet-18 whose stem keeps 32 x 32 pixels: ImageNet's leaves 8 x 8."""
+    # Each block begins as the identity: Goyal et al. 2017, arXiv:1706.02677.
+    model = models.resnet18(num_classes=10, zero_init_residual=True)
+    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
 
 
 @dataclass

@@ -701,6 +701,9 @@ class NoWatch:
     def pace(self) -> float:
         return self.steps_a_second
 
+    def batches(self, batches):
+        return batches
+
     def step_done(self) -> None:
         pass
 
@@ -963,7 +966,8 @@ def count_steps(folder: Path, steps: int) -> tuple:
         lambda: main.train(ddp_model, run, batches, NO_BAR, checkpoints, watch, args)
     )
     batches = data.evaluation_batches(valid_loader, 4, CPU)
-    return training, count_calls(lambda: main.evaluate(model, run, batches, watch))
+    batches = main.until_stopped(batches, run, CPU, watch)
+    return training, count_calls(lambda: main.evaluate(model, batches))
 
 
 def count_short_and_long(folder: Path) -> list[tuple]:
@@ -1057,8 +1061,7 @@ def evaluate(batch_size: int) -> tuple[float, float, list[int]]:
     _, valid_set = data.load_data(options())
     loader = data.build_loader(valid_set, 0)
     batches = list(data.evaluation_batches(loader, batch_size, CPU))
-    run = build_run(model, options(), 8, 10)
-    metrics = main.evaluate(model, run, batches, NoWatch())
+    metrics = main.evaluate(model, batches)
     return *main.average(metrics, 23), [len(labels) for _, labels in batches]
 
 
