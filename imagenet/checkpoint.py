@@ -134,7 +134,7 @@ class Checkpoints:
         return None
 
     def _save(self, state: dict, path: Path) -> None:
-        if path.exists():  # what was saved before is no progress
+        if path.exists():  # from an earlier start, perhaps: that is no progress
             return
         write(state, path)
         if "GOT_FURTHER" in environ:  # for job.sh
@@ -184,7 +184,7 @@ def write(state: dict, path: Path) -> None:
     """Write a checkpoint that is there whole, or not at all."""
     if not all(weight.isfinite().all() for weight in state["model"].values()):
         raise RunError(f"cannot write {path}: the weights are not finite")
-    # To a file, torch.save would not tell the disk's own error.
+    # If torch.save wrote to the disk itself, its error would not say what is wrong.
     content = io.BytesIO()
     torch.save(state, content)
     partial = path.with_suffix(".pt.partial")
@@ -195,14 +195,14 @@ def write(state: dict, path: Path) -> None:
             # The name must not reach the disk before the content.
             os.fsync(file.fileno())
         partial.rename(path)
-    except OSError:  # a full disk should not be fuller
+    except OSError:  # such as a full disk, which needs the room
         partial.unlink(missing_ok=True)
         raise
 
 
 def read(path: Path) -> dict:
     """Return what is in a checkpoint. Raises ValueError if it is damaged."""
-    # Before all else: if the disk does not read, that is no damage of the file.
+    # An error of the disk, or too little memory, is no damage of the file.
     content = io.BytesIO(path.read_bytes())
     try:
         # torch.save writes a CRC of each tensor. torch.load does not look at it, and
@@ -306,7 +306,7 @@ def requeues_to_go(samples: int, rate: float) -> str:
         "SLURM_TIME_FORMAT=%s timeout 10 "
         f"squeue --noheader --jobs={job} --format='%A %S %e'"
     )
-    # An array's number, too, is that of a task: squeue tells of all of them then.
+    # An array has the number of one of its tasks: squeue then lists all of them.
     times = re.search(rf"^{job} (\d+) (\d+)$", answer, re.MULTILINE)
     if not times:  # outside a job, or without a time limit
         return ""
@@ -324,7 +324,7 @@ def settle_buckets(model: nn.parallel.DistributedDataParallel, image_size: int) 
     """
     model.eval()  # this keeps BatchNorm's statistics as they are
     image = torch.zeros(1, 3, image_size, image_size, device=model.device)
-    # --compile need not compile the model for a single image, too.
+    # With --compile, this must not compile the model for a single image.
     with torch.compiler.set_stance("force_eager"):
         model(image).sum().backward()
     model.zero_grad()
