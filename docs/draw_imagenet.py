@@ -157,7 +157,7 @@ def draw_checkpoints() -> str:
         ("gpu", "epoch-002-step-000400.pt", "the newest"),
         ("gpu", "epoch-002-step-000200.pt", ""),
         ("gpu", "epoch-001-step-001000.pt", "the last three stay"),
-        ("disk", "best.pt", "the best epoch's, a link to it"),
+        ("disk", "best.pt", "the best epoch's"),
     ]
     shapes += [
         box("node", 24, folder_y, 452, 196),

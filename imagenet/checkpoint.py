@@ -1,16 +1,13 @@
 """Checkpoints, written whole or not at all, and what else a run needs to go on."""
 
 import argparse
-import copy
 import fcntl
 import hashlib
 import io
 import logging
 import math
 import os
-import pickle
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -46,7 +43,9 @@ class Run:
     best_accuracy: float = 0.0
 
     def start_epoch(self, epoch: int) -> None:
-        self.epoch, self.step, self.metrics = epoch, 0, torch.zeros_like(self.metrics)
+        self.epoch = epoch
+        self.step = 0
+        self.metrics = torch.zeros_like(self.metrics)
 
     def state_dict(self) -> dict:
         return {
@@ -80,8 +79,7 @@ class Checkpoints:
         # job.sh sets WORK_DIR: the code may be a copy that does not outlive the job.
         self.folder = Path(environ.get("WORK_DIR", "")).absolute() / folder
         self.keep = keep
-        self.newest = (1, 0)  # epoch and step that need not be saved any more
-        self.saved_at = time.monotonic()
+        self.saved_at = time.monotonic()  # the last checkpoint, or the start
 
     def load(self, recipe: dict) -> dict | None:
         """Return, on every rank, the newest whole checkpoint, or None.
@@ -89,32 +87,19 @@ class Checkpoints:
         Raises RunError where none is whole, where it is of another recipe, or where
         the folder cannot be used.
         """
-        state = do_on_rank_0(f"cannot use {self.folder}", self._load, recipe)
-        if state:
-            self.newest = (state["epoch"], state["step"])
-        return state
+        return do_on_rank_0(f"cannot use {self.folder}", self._load, recipe)
 
     def save(self, run: Run) -> None:
-        """Write a checkpoint, unless the newest one is it. Raises RunError."""
-        path = self._path(run)
-        place = (run.epoch, run.step)
-        if place != self.newest:
-            do_on_rank_0(f"cannot write {path}", self._write, run.state_dict(), path)
-        self.newest = place
+        """Write a checkpoint, unless there is one of this step. Raises RunError."""
+        path = self.folder / f"epoch-{run.epoch:03}-step-{run.step:06}.pt"
+        do_on_rank_0(f"cannot write {path}", self._save, run.state_dict(), path)
         self.saved_at = time.monotonic()
 
-    def mark_best(self, run: Run, accuracy: float) -> None:
-        """Make best.pt the checkpoint of this step once more. Raises RunError."""
-        best = self.folder / "best.pt"
-        do_on_rank_0(f"cannot write {best}", self._link, self._path(run), best)
+    def save_best(self, run: Run, accuracy: float) -> None:
+        """Write the checkpoint of this step once more, as best.pt. Raises RunError."""
+        path = self.folder / "best.pt"
+        do_on_rank_0(f"cannot write {path}", write, run.state_dict(), path)
         run.best_accuracy = accuracy
-
-    def age(self) -> float:
-        """Return the seconds since the last checkpoint."""
-        return time.monotonic() - self.saved_at
-
-    def _path(self, run: Run) -> Path:
-        return self.folder / f"epoch-{run.epoch:03}-step-{run.step:06}.pt"
 
     def _paths(self) -> list[Path]:
         """Return the checkpoints, the newest one first."""
@@ -137,16 +122,25 @@ class Checkpoints:
                     f"warning: {path} is damaged, trying the one before: {error}"
                 )
                 path.rename(path.with_suffix(".pt.damaged"))
-                continue
-            check_recipe(path, state["recipe"], recipe)
-            logging.info(f"Resuming from {path}")
-            return state
+            else:
+                check_recipe(path, state["recipe"], recipe)
+                logging.info(f"Resuming from {path}")
+                return state
         if list(self.folder.glob("*.damaged")):
             raise RunError(
                 f"no whole checkpoint is left in {self.folder}: "
                 "remove the damaged ones there to start again from the beginning"
             )
         return None
+
+    def _save(self, state: dict, path: Path) -> None:
+        if path.exists():  # from an earlier start, perhaps: that is no progress
+            return
+        write(state, path)
+        if "GOT_FURTHER" in environ:  # for job.sh
+            Path(environ["GOT_FURTHER"]).touch()
+        for old in self._paths()[self.keep :]:
+            old.unlink()
 
     def _lock(self) -> None:
         """Keep other runs out of the folder, until this process ends."""
@@ -164,61 +158,51 @@ class Checkpoints:
             "where its node is gone, and there is no such run, remove the file lock"
         )
 
-    def _write(self, state: dict, path: Path) -> None:
-        partial = path.with_suffix(".pt.partial")
-        if not all(weight.isfinite().all() for weight in state["model"].values()):
-            raise RuntimeError("the weights are not finite")
-        try:
-            with open(partial, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                # The name must not reach the disk before the content.
-                os.fsync(file.fileno())
-            partial.rename(path)
-        except Exception:
-            partial.unlink(missing_ok=True)
-            raise
-        if "GOT_FURTHER" in environ:  # for job.sh
-            Path(environ["GOT_FURTHER"]).touch()
-        for old in self._paths()[self.keep :]:
-            old.unlink()
-
-    def _link(self, path: Path, best: Path) -> None:
-        partial = best.with_suffix(".pt.partial")
-        try:
-            os.link(path, partial)  # no bytes are written
-        except OSError:  # a file system without links
-            shutil.copyfile(path, partial)
-        partial.replace(best)
-        # It is still there if best.pt was this checkpoint already.
-        partial.unlink(missing_ok=True)
-
 
 def do_on_rank_0(failure: str, function: Callable, *arguments):
     """Call a function on rank 0 while the others wait; return on all what it returns.
 
     An error there is raised as RunError on all, with `failure` and the reason.
     """
-    answer = [None, ""]
+    answer = [None, None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = function(*arguments)
+            answer = [function(*arguments), None]
         except RunError as error:
-            answer[1] = str(error)
-        except (OSError, RuntimeError, MemoryError) as error:
-            # torch.save's RuntimeError has the disk's own error as its context.
-            reason = error if isinstance(error, OSError) else error.__context__ or error
-            text = getattr(reason, "strerror", None) or str(reason).split("\n")[0]
-            answer[1] = f"{failure}: {text or 'Cannot allocate memory'}"
+            answer = [None, error]
+        except (OSError, MemoryError) as error:
+            reason = getattr(error, "strerror", "Cannot allocate memory")
+            answer = [None, RunError(f"{failure}: {reason}")]
     dist.broadcast_object_list(answer, src=0)
-    if answer[1]:
-        raise RunError(answer[1])
-    return answer[0]
+    result, error = answer
+    if error:
+        raise error
+    return result
+
+
+def write(state: dict, path: Path) -> None:
+    """Write a checkpoint that is there whole, or not at all."""
+    if not all(weight.isfinite().all() for weight in state["model"].values()):
+        raise RunError(f"cannot write {path}: the weights are not finite")
+    # If torch.save wrote to the disk itself, its error would not say what is wrong.
+    content = io.BytesIO()
+    torch.save(state, content)
+    partial = path.with_suffix(".pt.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content.getbuffer())
+            file.flush()
+            # The name must not reach the disk before the content.
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError:  # such as a full disk, which needs the room
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read(path: Path) -> dict:
     """Return what is in a checkpoint. Raises ValueError if it is damaged."""
-    # Before all else: if the disk does not read, that is no damage of the file.
+    # An error of the disk, or too little memory, is no damage of the file.
     content = io.BytesIO(path.read_bytes())
     try:
         # torch.save writes a CRC of each tensor. torch.load does not look at it, and
@@ -227,22 +211,20 @@ def read(path: Path) -> dict:
             if file.testzip() or any(part.external_attr for part in file.infolist()):
                 raise ValueError("its content does not match its CRC")
         content.seek(0)
+        # With weights_only, no code in the file is run.
         return torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a torn file makes of itself
-        reason = str(error).split("\n")[0]
-        if "allocate memory" in reason:
-            raise
-        if isinstance(error, pickle.UnpicklingError):
-            reason = "it is not made of weights only, and code in it is not run"
-        raise ValueError(reason or "it is cut") from error
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise MemoryError from error
+        raise ValueError(f"{error!r:.80}") from error
 
 
 def check_recipe(path: Path, saved: dict, asked: dict) -> None:
     """Refuse to go on with other settings than a run has begun with."""
     changed = [
-        f"{name} {saved.get(name)}, not {asked.get(name)}"
-        for name in {**saved, **asked}
-        if saved.get(name) != asked.get(name)
+        f"{name} {saved.get(name)}, not {value}"
+        for name, value in asked.items()
+        if saved.get(name) != value
     ]
     if changed:
         raise RunError(
@@ -266,15 +248,14 @@ def get_recipe(args: argparse.Namespace, data: Dataset) -> dict:
 def default_checkpoint_dir() -> Path:
     """Return this job's own folder: Slurm keeps a job's number when it requeues it."""
     job = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "none")
-    return Path(environ.get("SCRATCH", ".")) / "checkpoints" / job.replace("/", "-")
+    return Path(environ.get("SCRATCH", ".")) / "checkpoints" / job
 
 
 def digest(weights: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of a model's state: equal only if all is, bit for bit."""
+    """Return the SHA-256 of a model's weights: equal only if all are, bit for bit."""
     sha = hashlib.sha256()
-    for name, tensor in weights.items():
-        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        sha.update(tensor.cpu().contiguous().numpy())
+    for tensor in weights.values():
+        sha.update(tensor.cpu().numpy().tobytes())
     return sha.hexdigest()
 
 
@@ -298,7 +279,7 @@ def stop_requested() -> bool:
 
 def any_rank_must_stop(device: torch.device) -> bool:
     """Return, on all ranks, whether such a signal has come to any of them."""
-    stop = torch.tensor(float(stop_requested()), device=device)
+    stop = torch.tensor(len(_stop_signals), device=device)
     dist.all_reduce(stop)
     return bool(stop)
 
@@ -308,59 +289,41 @@ def commit() -> str:
 
     It is safe_sbatch's, or the one checked out.
     """
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        answer = subprocess.check_output(
-            command,
-            cwd=Path(__file__).parent,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.SubprocessError):
-        answer = "unknown"
-    return environ.get("GIT_COMMIT") or answer.strip()
+    git = "git describe --always --dirty --abbrev=40 --exclude='*' || echo unknown"
+    answer = subprocess.run(
+        git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    return environ.get("GIT_COMMIT") or answer.stdout.strip()
 
 
 def requeues_to_go(samples: int, rate: float) -> str:
     """Return, for rank 0's epoch line, how many requeues so many samples more need."""
     if dist.get_rank() != 0 or rate == 0:  # resumed after the last step of an epoch
         return ""
-    job = environ.get("SLURM_JOB_ID", "")
-    # An array's number, too, is that of a task: squeue tells of all of them then.
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%A %S %e"]
-    try:
-        answer = subprocess.check_output(
-            command,
-            env=environ | {"SLURM_TIME_FORMAT": "%s"},
-            stderr=subprocess.DEVNULL,
-            text=True,
-            timeout=10,
-        )
-        times = dict(line.split(maxsplit=1) for line in answer.splitlines())
-        start, end = map(int, times[job].split())
-    except (OSError, subprocess.SubprocessError, KeyError, ValueError):
-        return ""  # outside a job, or without a time limit
-    left = end - time.time()
-    return (
-        f", {max(0, math.ceil((samples / rate - left) / (end - start)))} requeues to go"
+    job = environ.get("SLURM_JOB_ID")
+    answer = subprocess.getoutput(
+        "SLURM_TIME_FORMAT=%s timeout 10 "
+        f"squeue --noheader --jobs={job} --format='%A %S %e'"
     )
+    # An array has the number of one of its tasks: squeue then lists all of them.
+    times = re.search(rf"^{job} (\d+) (\d+)$", answer, re.MULTILINE)
+    if not times:  # outside a job, or without a time limit
+        return ""
+    start, end = map(int, times.groups())
+    seconds_after_limit = samples / rate - (end - time.time())
+    requeues = max(0, math.ceil(seconds_after_limit / (end - start)))
+    return f", {requeues} requeues to go"
 
 
-def settle_buckets(
-    model: nn.parallel.DistributedDataParallel, batch_size: int, image_size: int
-) -> None:
+def settle_buckets(model: nn.parallel.DistributedDataParallel, image_size: int) -> None:
     """Let DDP sort its buckets, as after its first backward(), before the first step.
 
     Their order decides how sums are rounded: a run that was stopped would otherwise
     end with other weights.
     """
-    weights = copy.deepcopy(model.module.state_dict())
-    images = torch.zeros(batch_size, 3, image_size, image_size, device=model.device)
-    bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    for _ in range(2):
-        with torch.autocast(model.device.type, torch.bfloat16, bfloat16):
-            logits = model(images.contiguous(memory_format=torch.channels_last))
-        logits.float().sum().backward()
+    model.eval()  # this keeps BatchNorm's statistics as they are
+    image = torch.zeros(1, 3, image_size, image_size, device=model.device)
+    # With --compile, this must not compile the model for a single image.
+    with torch.compiler.set_stance("force_eager"):
+        model(image).sum().backward()
     model.zero_grad()
-    model.module.load_state_dict(weights)

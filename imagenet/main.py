@@ -148,7 +148,7 @@ def main() -> None:
     # Or each step would broadcast BatchNorm's statistics. train() does it at its end.
     ddp_model.broadcast_buffers = False
 
-    checkpoint.settle_buckets(ddp_model, args.batch_size, args.image_size)
+    checkpoint.settle_buckets(ddp_model, args.image_size)
     run = Run(model, optimizer, scheduler, recipe, global_batch_size)
     if saved:
         run.load_state_dict(saved)
@@ -190,7 +190,8 @@ def run_epochs(
         values = {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy}
         watch.log(run.scheduler.last_epoch, values | usage | {"images/s": rate})
         if valid_accuracy > run.best_accuracy:
-            checkpoints.mark_best(run, valid_accuracy)
+            with watch.paused():
+                checkpoints.save_best(run, valid_accuracy)
         run.start_epoch(epoch + 1)
     sha256 = checkpoint.digest(run.model.state_dict())
     logging.info(f"Weights SHA-256 {sha256}, commit {checkpoint.commit()}")
@@ -296,7 +297,8 @@ def train(
     if dist.get_rank() == 0:  # which counts what was done before this start
         metrics += run.metrics.to(device)
     optimizer, scheduler = run.optimizer, run.scheduler
-    next_agreement = run.step
+    # Not before the first step: a start that is asked to stop then gets further, too.
+    next_agreement = run.step + 1
     for images, labels in batches:
         if run.step == next_agreement:
             next_agreement += agree(run, metrics, checkpoints, watch, args)
@@ -347,7 +349,7 @@ def agree(
 
     Return the steps until they do it again.
     """
-    due = checkpoints.age() > 60 * args.save_minutes
+    due = time.monotonic() - checkpoints.saved_at > 60 * args.save_minutes
     mine = torch.tensor([checkpoint.stop_requested(), due, watch.pace()]).to(metrics)
     sums = torch.cat((metrics, mine))
     dist.all_reduce(sums)
