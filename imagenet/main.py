@@ -44,14 +44,6 @@ def parse_args() -> argparse.Namespace:
 
         return number
 
-    def model(name: str) -> str:
-        # Those two return more than logits.
-        others = ["googlenet", "inception_v3"]
-        known = models.list_models(module=models, exclude=others)
-        if name not in ["dummy", *known]:
-            raise argparse.ArgumentTypeError(f"torchvision.models has no {name}")
-        return name
-
     parser = argparse.ArgumentParser(
         description=__doc__,
         usage="%(prog)s [options]",
@@ -60,6 +52,9 @@ def parse_args() -> argparse.Namespace:
     # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
     data_dir = f"{environ.get('SLURM_TMPDIR', '.')}/data"
     checkpoints = checkpoint.default_checkpoint_dir()
+    # Those two return more than logits.
+    others = ["googlenet", "inception_v3"]
+    names = ["dummy", *models.list_models(module=models, exclude=others)]
     cpus = int(environ.get("SLURM_CPUS_PER_TASK", "0")) or len(os.sched_getaffinity(0))
     add = parser.add_argument
     add("--data-dir", default=data_dir, help="folder that prepare_data.py has filled")
@@ -69,7 +64,8 @@ def parse_args() -> argparse.Namespace:
     add("--image-size", type=at_least(1), default=224, help="pixels a side")
     add(
         "--model",
-        type=model,
+        choices=names,
+        metavar="MODEL",
         default="resnet50",
         help="one of torchvision's; dummy: as fast as the data",
     )
@@ -157,6 +153,10 @@ def main() -> None:
     checkpoint.catch_stop_signals()
     loaders = (train_loader, valid_loader)
     run_epochs(ddp_model, run, loaders, steps, device, checkpoints, watch, args)
+    if dist.get_rank() == 0:
+        sha256 = checkpoint.digest(model.state_dict())
+        logging.info(f"Weights SHA-256 {sha256}, commit {checkpoint.commit()}")
+    finish(watch)
 
 
 def run_epochs(
@@ -193,9 +193,6 @@ def run_epochs(
             with watch.paused():
                 checkpoints.save_best(run, valid_accuracy)
         run.start_epoch(epoch + 1)
-    sha256 = checkpoint.digest(run.model.state_dict())
-    logging.info(f"Weights SHA-256 {sha256}, commit {checkpoint.commit()}")
-    finish(watch)
 
 
 def check_task() -> None:
@@ -483,15 +480,14 @@ def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
 
 
 def progress(epoch: int, steps: int, global_batch_size: int) -> tqdm:
-    """Return the progress bar of an epoch. A batch job logs it at every tenth."""
-    options = {"mininterval": 1, "disable": None}  # seconds; None: if no terminal
+    """Return the progress bar of an epoch."""
+    options = {"mininterval": 1, "disable": None}  # seconds; None: only in a terminal
     # Under salloc, srun's tasks have no terminal, but a person watches: `show` logs.
     in_salloc = "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH"
-    if in_salloc and not sys.stderr.isatty():
+    if not sys.stderr.isatty():
         options = {"mininterval": 10, "file": open(os.devnull, "w")}
-    elif not sys.stderr.isatty():
-        options = {"mininterval": 10, "file": open(os.devnull, "w")}
-        options["miniters"] = math.ceil(steps / 10)
+        # A batch job logs a line at every tenth of an epoch.
+        options["miniters"] = 1 if in_salloc else math.ceil(steps / 10)
     if environ["RANK"] != "0":
         options = {"disable": True}
     options |= {"unit": " images", "unit_scale": global_batch_size}

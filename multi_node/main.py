@@ -288,8 +288,8 @@ def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
 
 
 def progress(epoch: int, steps: int) -> tqdm:
-    """Return the progress bar of an epoch. The log of a batch job gets none of it."""
-    options = {"mininterval": 1, "disable": None}  # seconds; None: if no terminal
+    """Return the progress bar of an epoch."""
+    options = {"mininterval": 1, "disable": None}  # seconds; None: only in a terminal
     # Under salloc, srun's tasks have no terminal, but a person watches: `show` logs.
     in_salloc = "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH"
     if in_salloc and not sys.stderr.isatty():
