@@ -361,7 +361,7 @@ def agree(
     if samples:
         values = {"train/loss": loss / samples, "train/accuracy": correct / samples}
         watch.log(run.scheduler.last_epoch, values)
-    at_step = run.step > 0 and run.step % args.save_steps == 0
+    at_step = run.step % args.save_steps == 0
     if save or stop or due or at_step:
         with watch.paused():
             checkpoints.save(run)
