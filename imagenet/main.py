@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
 from tqdm import tqdm
-from watch import Watch
+from watch import Watch, describe_usage
 
 
 def parse_args() -> argparse.Namespace:
@@ -172,9 +172,8 @@ def run_epochs(
         bar = progress(epoch, steps_to_go, global_batch_size)
         metrics = train(ddp_model, run, batches, bar, checkpoints, watch, args)
         train_loss, train_accuracy = average(metrics, steps * global_batch_size)
-        seconds = time.perf_counter() - start
-        rate = steps_to_go * global_batch_size / seconds
-        usage = watch.usage(seconds)
+        rate = steps_to_go * global_batch_size / (time.perf_counter() - start)
+        usage = watch.usage.shares()
         batches = evaluation_batches(valid_loader, args.batch_size, device)
         batches = until_stopped(batches, run, device, watch)
         metrics = evaluate(run.model, batches)
@@ -185,7 +184,7 @@ def run_epochs(
             f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
             f"{rate:.0f} images/s"
-            f"{watch.describe(usage)}{checkpoint.requeues_to_go(samples_to_go, rate)}"
+            f"{describe_usage(usage)}{checkpoint.requeues_to_go(samples_to_go, rate)}"
         )
         values = {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy}
         watch.log(run.scheduler.last_epoch, values | usage | {"images/s": rate})
@@ -305,7 +304,6 @@ def train(
         compute_gradients(model, run, images, labels, metrics, args.batch_size)
         optimizer.step()
         scheduler.step()
-        watch.step_done()
         run.step += 1
         show(bar, metrics)
     bar.close()
@@ -347,10 +345,11 @@ def agree(
     Return the steps until they do it again.
     """
     due = time.monotonic() - checkpoints.saved_at > 60 * args.save_minutes
-    mine = torch.tensor([checkpoint.stop_requested(), due, watch.pace()]).to(metrics)
+    speed = watch.steps_per_second()
+    mine = torch.tensor([checkpoint.stop_requested(), due, speed]).to(metrics)
     sums = torch.cat((metrics, mine))
     dist.all_reduce(sums)
-    loss, correct, samples, stop, due, pace = sums.tolist()
+    loss, correct, samples, stop, due, speed = sums.tolist()
     if not math.isfinite(loss):
         raise RunError(
             f"the loss is {loss} before step {run.step} of epoch {run.epoch}: "
@@ -368,7 +367,7 @@ def agree(
     if stop:
         leave(run, watch)
     # Again in 20 steps, or in two seconds: a signal leaves little time.
-    soon = max(1, min(20, int(2 * pace / dist.get_world_size())))
+    soon = max(1, min(20, int(2 * speed / dist.get_world_size())))
     return min(soon, args.save_steps - run.step % args.save_steps)
 
 

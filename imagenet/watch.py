@@ -8,11 +8,8 @@ import os
 import re
 import socket
 import statistics
-import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -31,64 +28,45 @@ class Watch:
         args: argparse.Namespace,
         steps_done: int,
     ):
-        self.device, self.compiles = device, args.compile
+        self.compiles = args.compile
+        self.usage = Usage(device)
+        self.profile = start_profile(folder, device) if args.profile else None
         self.hangs = HangWatch(args.timeout)
-        self.tracker = Tracker(folder, args, steps_done)
-        self.profile = start_profile(folder / "profile") if args.profile else None
-        self.stopwatch = Stopwatch(device)
-        self.gpus = GpuSampler(device)
+        with self.paused():
+            # Rank 0 may wait here for W&B's server, for 90 seconds.
+            self.tracker = Tracker(folder, args, steps_done)
+            dist.barrier()
 
     def batches(self, loader: Iterable) -> Iterator:
-        """Yield a loop's batches, and measure what `usage` tells of this loop."""
-        self.stopwatch = Stopwatch(self.device)
-        self.gpus.samples.clear()
-        self.hangs.moved("waits for its first batch")
-        batches, self.begun, self.done = iter(loader), time.perf_counter(), 0
+        """Yield a loop's batches, and measure `usage` and speed of this loop."""
+        batches = iter(loader)
+        self.steps = 0
+        self.usage.start_loop()
+        self.hangs.tick("waits for its first batch")
         while True:
-            with self.stopwatch.waiting():
-                batch = next(batches, None)
-            self.hangs.moved("works on a batch, or waits there for other ranks")
+            begin = self.usage.now()
+            batch = next(batches, None)
+            self.usage.waits.append((begin, self.usage.now()))
+            # The first step may compile, which takes longer than a hang.
+            self.hangs.tick(
+                "works on a batch, or waits there for other ranks",
+                may_be_slow=self.compiles and self.steps == 0,
+            )
             if batch is None:
                 return
-            # To compile may take longer than a hang.
-            compiling = self.compiles and self.done == 0
-            with self.paused() if compiling else contextlib.nullcontext():
-                yield batch
-            self.hangs.moved("waits for its next batch")
-            self.done += 1
+            yield batch
+            self.steps += 1
+            if self.profile:
+                self.profile.step()
+            self.hangs.tick("waits for its next batch")
 
-    def pace(self) -> float:
-        """Return the batches a second of this loop so far."""
-        return self.done / (time.perf_counter() - self.begun)
+    def steps_per_second(self) -> float:
+        """Return the speed of this loop so far."""
+        return self.steps / self.usage.seconds()
 
     def paused(self):
         """Return a context that may take long. All ranks enter it: others wait."""
         return self.hangs.paused()
-
-    def step_done(self) -> None:
-        """Say that the optimizer has made a step."""
-        if self.profile:
-            self.profile.step()
-
-    def usage(self, seconds: float) -> dict[str, float]:
-        """Return, for `log`, how the device was used in a loop of so many seconds."""
-        usage = {"usage/waiting_for_data": self.stopwatch.seconds() / seconds}
-        if self.device.type == "cuda":
-            highest = torch.cuda.max_memory_reserved(self.device)
-            usage["usage/memory_GiB"] = highest / 2**30
-        if self.gpus.samples:
-            usage["usage/busy"] = statistics.mean(self.gpus.samples) / 100
-        return usage
-
-    def describe(self, usage: dict[str, float]) -> str:
-        """Return ", 3% waiting for data, 31.2 of 80 GiB, 97% busy"."""
-        text = f", {usage['usage/waiting_for_data']:.0%} waiting for data"
-        if "usage/memory_GiB" in usage:
-            there = torch.cuda.get_device_properties(self.device).total_memory / 2**30
-            text += f", {usage['usage/memory_GiB']:.1f} of {there:.0f} GiB"
-        if "usage/busy" in usage:
-            text += f", {usage['usage/busy']:.0%} busy"
-        return text
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Write the metrics after so many steps, on rank 0."""
@@ -105,33 +83,32 @@ class Watch:
 class HangWatch:
     """Names the rank that hangs, shows the stacks of all, and ends this rank.
 
-    A rank hangs when its main thread has not called `moved` for `timeout` seconds. Then
-    a thread of this class says what that rank is doing. Of a rank that is stopped, or
-    gone, the threads of the others say so: its thread does not come to their barrier.
+    A rank hangs when its main thread has not called `tick` for `timeout` seconds,
+    unless what it does may be slow. Then a thread of this class says what that rank is
+    doing. Of a rank that is stopped, or gone, the threads of the others say so: its
+    thread does not come to their barrier.
     """
 
     def __init__(self, timeout: float):
-        self.timeout, self.is_paused = timeout, False
-        self.rank, self.hosts = dist.get_rank(), [""] * dist.get_world_size()
-        self.missing: list[int] = []  # ranks that did not come to the barrier
+        self.timeout = timeout
+        self.hosts = [""] * dist.get_world_size()
         self.group = self._make_group()
-        self.moved("has not asked for a batch yet")
+        self.tick("has not asked for a batch yet")
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def moved(self, doing: str) -> None:
+    def tick(self, doing: str, may_be_slow: bool = False) -> None:
         """Say that the main thread moves, and what it is about to do."""
-        self.doing, self.last_move = doing, time.monotonic()
+        self.doing, self.last_tick = doing, time.monotonic()
+        self.may_be_slow = may_be_slow
 
     @contextlib.contextmanager
     def paused(self):
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.moved(self.doing)
-            self.is_paused = before
+        before = self.may_be_slow
+        self.tick(self.doing, may_be_slow=True)
+        yield
+        self.tick(self.doing, before)
 
     def close(self) -> None:
         self.closed.set()
@@ -158,16 +135,17 @@ class HangWatch:
             closing = self.closed.wait(self.timeout / 40)
             if self.group:
                 self._meet(closing)
-            if self._seconds_without_move() > 0.9 * self.timeout:
+            if self._seconds_without_tick() > 0.9 * self.timeout:
                 self._report()
                 # The other ranks show their stacks meanwhile: when the first one has
                 # ended, srun kills them.
                 self.closed.wait(0.1 * self.timeout)
-                if self._seconds_without_move() > self.timeout:
+                if self._seconds_without_tick() > self.timeout:
                     os._exit(1)
 
     def _meet(self, closing: bool) -> None:
         """Wait for the threads of all ranks, and name those that do not come."""
+        missing = []
         try:
             limit = timedelta(seconds=0.7 * self.timeout)
             dist.monitored_barrier(self.group, limit, wait_all_ranks=True)
@@ -178,36 +156,31 @@ class HangWatch:
                 return
         except RuntimeError as error:
             if found := re.search(r"Ranks ([\d, ]+) failed", str(error)):
-                self.missing = [int(rank) for rank in found[1].split(",")]
+                missing = [int(rank) for rank in found[1].split(",")]
             elif "Timed out" in str(error):
-                self.missing = [0]
+                missing = [0]
             # Else rank 0 says who is missing, or srun says which process has ended.
         self.group = None  # after an error, gloo cannot use it again
-        for rank in self.missing:
-            say(
+        for rank in missing:
+            self.may_be_slow = False  # this rank waits for that one
+            logging.error(
                 f"error: rank {rank} on {self.hosts[rank]} does not answer: "
                 "it is stopped or has ended, or its node or the network is down"
             )
 
-    def _seconds_without_move(self) -> float:
-        if self.is_paused and not self.missing:
-            return 0.0
-        return time.monotonic() - self.last_move
+    def _seconds_without_tick(self) -> float:
+        return 0.0 if self.may_be_slow else time.monotonic() - self.last_tick
 
     def _report(self) -> None:
         with open(os.memfd_create("stacks"), "w+") as stacks:
             faulthandler.dump_traceback(stacks)
             stacks.seek(0)
-            say(
-                f"error: rank {self.rank} on {socket.gethostname()} has not moved "
-                f"for {self._seconds_without_move():.0f} s: it {self.doing}\n"
+            logging.error(
+                f"error: rank {dist.get_rank()} on {socket.gethostname()} "
+                f"has not moved for {self._seconds_without_tick():.0f} s: "
+                f"it {self.doing}\n"
                 f"{stacks.read()}"
             )
-
-
-def say(text: str) -> None:
-    """Write to the log in one piece: other ranks write there, too."""
-    os.write(sys.stderr.fileno(), f"{text}\n".encode())
 
 
 class Tracker:
@@ -221,21 +194,20 @@ class Tracker:
         if dist.get_rank() != 0:
             return
         with self._survive_errors("TensorBoard"):
-            writer = TensorBoard(folder / "tensorboard", steps_done)
-            self.writers["TensorBoard"] = writer
+            self.writers["TensorBoard"] = TensorBoard(folder, steps_done)
         if args.wandb:
-            with self._survive_errors("W&B"):
-                self.writers["W&B"] = WeightsAndBiases(folder, args)
+            with self._survive_errors("W&B (no internet? export WANDB_MODE=offline)"):
+                self.writers["W&B"] = start_wandb(folder, args)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, writer in list(self.writers.items()):
             with self._survive_errors(name):
-                writer.log(step, values)
+                writer.log(values, step)
 
     def close(self) -> None:
         for name, writer in list(self.writers.items()):
             with self._survive_errors(name):
-                writer.close()
+                writer.finish()
 
     @contextlib.contextmanager
     def _survive_errors(self, name: str):
@@ -243,145 +215,133 @@ class Tracker:
             yield
         except Exception as error:
             self.writers.pop(name, None)
-            reason = str(error) or type(error).__name__
-            logging.warning(f"warning: no more metrics go to {name}: {reason}")
+            logging.warning(f"warning: no more metrics go to {name}: {error!r}")
 
 
 class TensorBoard:
-    """Writes for TensorBoard, which shows each step of a resumed run once."""
+    """Writes for TensorBoard, with the methods of a W&B run.
+
+    TensorBoard's own thread writes to the disk: where that is slow, no step waits.
+    """
 
     def __init__(self, folder: Path, steps_done: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Of what was written before the run was stopped, TensorBoard drops these steps
-        # and later ones. The run logs them once more.
-        self.writer = SummaryWriter(str(folder), purge_step=steps_done)
+        self.writer = SummaryWriter(
+            str(folder / "tensorboard"),
+            # Of what was written before the run was stopped, TensorBoard drops these
+            # steps and later ones. The run logs them once more.
+            purge_step=steps_done,
+            max_queue=0,  # no limit
+            flush_secs=1,
+        )
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
-        # A run that is killed after its next checkpoint does not log this step again.
-        self.writer.flush()
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self.writer.close()
 
 
-class WeightsAndBiases:
-    """Writes to the W&B run that has the checkpoint folder's name, on every start.
+def start_wandb(folder: Path, args: argparse.Namespace):
+    """Return the W&B run that has the checkpoint folder's name, on every start.
 
     Slurm may send SIGTERM to all processes of a job. That ends W&B's own process, for
     the rest of this start (github.com/wandb/wandb/issues/9963). What was logged a
     second before is on disk.
     """
+    import wandb
 
-    def __init__(self, folder: Path, args: argparse.Namespace):
-        try:
-            import wandb
-        except ModuleNotFoundError:
-            sys.exit(
-                "main.py: error: W&B is not installed: uv sync --locked --group wandb"
-            )
-        self.run = wandb.init(
-            project=args.wandb,
-            id=folder.name,
-            resume="allow",
-            dir=folder,
-            config={name: str(value) for name, value in vars(args).items()},
-            mode=os.environ.get("WANDB_MODE") or find_wandb_mode(folder),
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                x_transaction_log_flush_interval=1,
-                finish_timeout=60,  # seconds
-                finish_timeout_raises=True,
-            ),
-        )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.run.log(values, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-def find_wandb_mode(folder: Path) -> str:
-    """Return "offline" where the server is out of reach: wandb.init() would wait."""
-    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    try:
-        urllib.request.urlopen(url, timeout=3).close()
-    except urllib.error.HTTPError:
-        return "online"  # whatever it says, it is there
-    except OSError:
-        logging.warning(
-            f"warning: no {url} from here, W&B is offline: "
-            f"later, call wandb sync {folder}/wandb/offline-run-*"
-        )
-        return "offline"
-    return "online"
-
-
-def start_profile(folder: Path) -> torch.profiler.profile:
-    """Profile five steps: a trace a rank for ui.perfetto.dev, and rank 0's table."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def write(profile: torch.profiler.profile) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        trace = folder / f"trace-rank{dist.get_rank()}.json.gz"
-        profile.export_chrome_trace(str(trace))
-        if dist.get_rank() == 0:
-            order = f"self_{device}_time_total"
-            print(profile.key_averages().table(order, row_limit=20), flush=True)
-
-    schedule = torch.profiler.schedule(
-        skip_first=5, wait=0, warmup=1, active=5, repeat=1
+    return wandb.init(
+        project=args.wandb,
+        id=folder.name,
+        resume="allow",
+        dir=folder,
+        config=vars(args),
+        settings=wandb.Settings(
+            console="off",  # leave the log to Slurm
+            x_transaction_log_flush_interval=1,
+            finish_timeout=60,  # seconds
+        ),
     )
-    profile = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+
+
+def start_profile(folder: Path, device: torch.device) -> torch.profiler.profile:
+    """Profile five steps: a trace a rank for ui.perfetto.dev, and rank 0's table."""
+    rank = dist.get_rank()
+    write_trace = torch.profiler.tensorboard_trace_handler(
+        str(folder / "profile"), f"rank{rank}", use_gzip=True
+    )
+
+    def report(profile: torch.profiler.profile) -> None:
+        write_trace(profile)
+        if rank == 0:
+            table = profile.key_averages().table(
+                f"self_{device.type}_time_total", row_limit=20
+            )
+            print(table, flush=True)
+
+    schedule = torch.profiler.schedule(wait=5, warmup=1, active=5, repeat=1)
+    profile = torch.profiler.profile(schedule=schedule, on_trace_ready=report)
     profile.start()
     return profile
 
 
-class Stopwatch:
-    """Measures how long the device had no work because a batch was missing."""
+class Usage:
+    """Measures how a loop uses its device, and on rank 0 all GPUs that it sees."""
 
     def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
-        self.waits: list = []
+        self.on_gpu = device.type == "cuda"
+        self.start_loop()
+        if self.on_gpu and dist.get_rank() == 0:
+            threading.Thread(target=self._ask_gpus, daemon=True).start()
 
-    @contextlib.contextmanager
-    def waiting(self):
-        """Return a context in which nothing but the wait for a batch happens."""
-        start = self._now()
-        yield
-        self.waits.append((start, self._now()))
+    def start_loop(self) -> None:
+        self.start = time.perf_counter()
+        self.waits = []  # for batches: when each began, and when it ended
+        self.percent_busy = []
 
     def seconds(self) -> float:
-        if not self.cuda:
-            return sum(end - start for start, end in self.waits)
-        torch.cuda.synchronize()
-        return sum(start.elapsed_time(end) for start, end in self.waits) / 1000
+        """Return for how long this loop has run."""
+        return time.perf_counter() - self.start
 
-    def _now(self):
-        if not self.cuda:
+    def now(self):
+        """Return the time at which the device has done all that it was given."""
+        if not self.on_gpu:
             return time.perf_counter()
         # The CPU runs ahead of the GPU: the GPU notes the time when it comes here.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
+    def shares(self) -> dict[str, float]:
+        """Return the shares of this loop's time, and of the memory, to be logged."""
+        shares = {"usage/waiting for data": self._seconds_waited() / self.seconds()}
+        if self.on_gpu:
+            free, total = torch.cuda.mem_get_info()
+            shares["usage/memory in use"] = 1 - free / total
+        if self.percent_busy:
+            shares["usage/GPUs busy"] = statistics.mean(self.percent_busy) / 100
+        return shares
 
-class GpuSampler:
-    """Asks every second how busy the GPUs are that rank 0 sees on its node."""
+    def _seconds_waited(self) -> float:
+        if not self.on_gpu:
+            return sum(end - begin for begin, end in self.waits)
+        torch.cuda.synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in self.waits) / 1000
 
-    def __init__(self, device: torch.device):
-        self.samples: list[float] = []
-        if device.type == "cuda" and dist.get_rank() == 0:
-            threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
+    def _ask_gpus(self) -> None:
         # A slice of a GPU (MIG) does not tell, nor do some containers.
         with contextlib.suppress(Exception):
             while True:
                 for gpu in range(torch.cuda.device_count()):
-                    self.samples.append(torch.cuda.utilization(gpu))
+                    self.percent_busy.append(torch.cuda.utilization(gpu))
                 time.sleep(1)
+
+
+def describe_usage(shares: dict[str, float]) -> str:
+    """Return ", 3% waiting for data, 39% memory in use, 97% GPUs busy"."""
+    return "".join(
+        f", {share:.0%} {name.removeprefix('usage/')}" for name, share in shares.items()
+    )
