@@ -493,7 +493,24 @@ def test_nodes_without_internet(repository, index, tmp_path):
 
     ran(repository.wait(repository.safe_sbatch(*FLAGS, "job.sh")), commit)
     assert in_place.stat().st_mtime_ns == before
-    assert list(Path("/dev/shm").glob("safe_sbatch.*")) == []
+
+
+@pytest.mark.parametrize("end", ["exit 0", "exit 1", "kill -INT 0"])
+def test_leaves_nothing_in_memory(repository, tmp_path, end):
+    """The environment that shows what uv has goes, after Ctrl-C, too."""
+    uv, seen = tmp_path / "bin" / "uv", tmp_path / "seen"
+    uv.parent.mkdir()
+    uv.write_text(
+        '#!/bin/sh\ntouch "$UV_PROJECT_ENVIRONMENT/a file"\n'
+        f'echo "$UV_PROJECT_ENVIRONMENT" > "{seen}"\n{end}\n'
+    )
+    uv.chmod(0o755)
+    # In a session of its own, as Ctrl-C reaches it: not this process.
+    command = ["setsid", "--wait", "./safe_sbatch", "--test-only", *FLAGS, "job.sh"]
+    path = f"{uv.parent}:{repository.env['PATH']}"
+    result = repository.run(command, PATH=path)
+    assert (result.exit_code == 0) == (end == "exit 0"), result
+    assert not Path(seen.read_text().strip()).exists(), result
 
 
 SWEEP = """\
