@@ -276,7 +276,8 @@ def test_job_that_submits_the_next(jobs, user, folder, tmp_path):
     for result in (first, second):
         assert result.state == "COMPLETED", result
         if folder == "imagenet":
-            assert f"/tmp/slurm-job-{result.job}/data: " in result.output, result
+            where = f"/tmp/slurm-job-{result.job}/data"
+            assert f" images in {where} after " in result.output, result
 
 
 def test_two_jobs_at_once_on_one_node(jobs):
