@@ -69,7 +69,7 @@ def main() -> None:
     example.set_ranks()
     with tempfile.TemporaryDirectory() as temporary:
         scratch = args.scratch or Path(temporary)
-        build_scratch(scratch, args.source, {"copied": [], "tree": ["--extract"]})
+        build_scratch(scratch, args, {"copied": [], "tree": ["--extract"]})
         variants = build_variants(example, scratch, args)
         rates = take_turns(variants, args.rounds)
     usual, *_, limit = variants
