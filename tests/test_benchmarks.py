@@ -12,7 +12,7 @@ import pytest
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 TINY = {
     "cifar10_input": "--samples 512 --workers 1 --rounds 1",
-    "cifar10_training": "--samples 16 --batch-size 8 --workers 1 --rounds 1",
+    "cifar10_training": "--samples 4 --batch-size 2 --workers 1 --rounds 1",
     "growth": "--ranks 1 2 --megabits 1000 --batch-size 2 --steps 1 --rounds 1",
     "imagenet_input": "--samples 20 --batch-size 10 --workers 1 --rounds 1",
     "imagenet_training": (

@@ -96,7 +96,7 @@ def build_variants(example, scratch: Path, args: argparse.Namespace) -> dict:
     # As main.py does, before CUDA and NCCL are up.
     staged_loader = example.build_loader(staged, args.workers)
     synthetic_loader = example.build_loader(synthetic, args.workers)
-    device = example.setup_distributed()
+    device = example.setup_distributed(settings.timeout)
     watching = watch.Watch(scratch, device, settings, 0)
     classes, steps = len(staged.images.classes), len(staged) // args.batch_size
 
