@@ -99,7 +99,8 @@ MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT
 
 # safe_sbatch names a commit: every node takes it to its own disk, and the job runs there.
-export GIT_COMMIT=${GIT_COMMIT:-${SLURM_GIT_COMMIT:-}}
+export GIT_COMMIT=${SLURM_GIT_COMMIT:-}
+unset SLURM_GIT_COMMIT # it is not for a job that this one submits
 if [ -n "$GIT_COMMIT" ]; then
     code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh") ||
         fail "no commit $GIT_COMMIT in $PWD on $(hostname)"

@@ -11,17 +11,17 @@ import pytest
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 TINY = {
-    "cifar10_input": "--samples 512 --rounds 1",
-    "cifar10_training": "--samples 64 --batch-size 16 --rounds 1",
+    "cifar10_input": "--samples 512 --workers 1 --rounds 1",
+    "cifar10_training": "--samples 4 --batch-size 2 --workers 1 --rounds 1",
     "growth": "--ranks 1 2 --megabits 1000 --batch-size 2 --steps 1 --rounds 1",
-    "imagenet_input": "--samples 50 --batch-size 10 --rounds 1",
+    "imagenet_input": "--samples 20 --batch-size 10 --workers 1 --rounds 1",
     "imagenet_training": (
-        "--model shufflenet_v2_x0_5 --samples 16 --batch-size 8 --workers 2 --rounds 1"
+        "--model shufflenet_v2_x0_5 --samples 10 --batch-size 5 --workers 1 --rounds 1"
     ),
-    "job_start": "--tasks 2 --rounds 1",
+    "job_start": "--tasks 1 --rounds 1",
     "saving": "--model shufflenet_v2_x0_5 --rounds 1",
-    "staging": "--rounds 1",
-    "training_step": "--steps 1 --batch-size 4 --rounds 1",
+    "staging": "--images 2 --rounds 1",
+    "training_step": "--ranks 1 --steps 1 --batch-size 4 --rounds 1",
 }
 
 

@@ -7,6 +7,7 @@ import functools
 import http.server
 import json
 import re
+import shlex
 import shutil
 import threading
 import time
@@ -307,6 +308,19 @@ def test_sbatch_alone_runs_in_place(repository):
     assert copies(result.output) == [], result
 
 
+def test_sbatch_in_a_job_of_safe_sbatch(repository):
+    """It runs in place, as anywhere else."""
+    sbatch = ["sbatch", "--parsable", f"--output={repository.logs}/%j.out", *ONE_TASK]
+    then = f'source ./job.sh\ncd "$WORK_DIR"\n{shlex.join([*sbatch, "job.sh"])}\n'
+    repository.write("first.sh", f"#!/bin/bash\n{then}")
+    commit = repository.commit()
+    first = repository.wait(repository.safe_sbatch(*ONE_TASK, "first.sh"))
+    ran(first, commit, ("first",))
+    second = repository.wait(re.findall(r"^\d+$", first.output, re.MULTILINE)[-1])
+    (task,) = tasks(second.output)
+    assert (second.state, task.folder) == ("COMPLETED", str(repository.folder)), second
+
+
 @pytest.mark.parametrize("export", ["NONE", "PATH,HOME,UV_CACHE_DIR"])
 def test_sbatch_export_does_not_drop_the_commit(repository, export):
     commit = repository.must("git", "rev-parse", "HEAD")
@@ -396,7 +410,9 @@ def test_two_jobs_on_one_node(repository):
 
 def test_missing_commit(repository):
     commit = "0123456789abcdef0123456789abcdef01234567"
-    result = repository.wait(repository.submit("", *FLAGS, "job.sh", GIT_COMMIT=commit))
+    result = repository.wait(
+        repository.submit("", *FLAGS, "job.sh", SLURM_GIT_COMMIT=commit)
+    )
     where = f"{repository.folder} on node1"
     assert errors(result) == [f"no commit {commit} in {where}"], result
     assert "\nfatal: " in result.output, result  # what git says
@@ -482,7 +498,7 @@ def test_nodes_without_internet(repository, index, tmp_path):
         f"\n{error}call uv sync --inexact --locked where there is internet\n"
     ), result
     job = repository.submit(
-        "", *FLAGS, "job.sh", GIT_COMMIT=commit, UV_HTTP_RETRIES="0"
+        "", *FLAGS, "job.sh", SLURM_GIT_COMMIT=commit, UV_HTTP_RETRIES="0"
     )
     result = repository.wait(job)
     failed = [
@@ -493,7 +509,24 @@ def test_nodes_without_internet(repository, index, tmp_path):
 
     ran(repository.wait(repository.safe_sbatch(*FLAGS, "job.sh")), commit)
     assert in_place.stat().st_mtime_ns == before
-    assert list(Path("/dev/shm").glob("safe_sbatch.*")) == []
+
+
+@pytest.mark.parametrize("end", ["exit 0", "exit 1", "kill -INT 0"])
+def test_leaves_nothing_in_memory(repository, tmp_path, end):
+    """The environment that shows what uv has goes, after Ctrl-C, too."""
+    uv, seen = tmp_path / "bin" / "uv", tmp_path / "seen"
+    uv.parent.mkdir()
+    uv.write_text(
+        '#!/bin/sh\ntouch "$UV_PROJECT_ENVIRONMENT/a file"\n'
+        f'echo "$UV_PROJECT_ENVIRONMENT" > "{seen}"\n{end}\n'
+    )
+    uv.chmod(0o755)
+    # In a session of its own, as Ctrl-C reaches it: not this process.
+    command = ["setsid", "--wait", "./safe_sbatch", "--test-only", *FLAGS, "job.sh"]
+    path = f"{uv.parent}:{repository.env['PATH']}"
+    result = repository.run(command, PATH=path)
+    assert (result.exit_code == 0) == (end == "exit 0"), result
+    assert not Path(seen.read_text().strip()).exists(), result
 
 
 SWEEP = """\

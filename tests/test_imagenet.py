@@ -8,9 +8,10 @@ import pytest
 from slurm_jobs import TINY, TWO, WEIGHTS_LINE, Result, stop, weights
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
+ONE = ["--nodes=1", *TWO]  # rank
 
 
-def test_the_whole_way(user):
+def test_the_whole_way(user, tmp_path):
     """From safe_sbatch through a requeue to the end: the weights of an unbroken run."""
     # Links to uv's cache: the nodes' disks here are smaller than the environment.
     flags = [
@@ -20,11 +21,13 @@ def test_the_whole_way(user):
         "--signal=USR1@90",
         "--time=10",
     ]
-    command = ["./safe_sbatch", *flags, "job.sh", *TINY, "--epochs=35"]
+    command = ["./safe_sbatch", *flags, "job.sh", *TINY, "--epochs=10"]
     command += ["--timeout=900"]  # a rank is stopped until Slurm warns the job
+    # So a second start finds its modules compiled, in an environment that is new again.
+    env = {"UV_LINK_MODE": "symlink", "PYTHONPYCACHEPREFIX": str(tmp_path)}
 
     def submit() -> str:
-        result = user.run(command, "imagenet", UV_LINK_MODE="symlink")
+        result = user.run(command, "imagenet", **env)
         assert result.exit_code == 0, result
         return result.output.split()[-1]
 
@@ -54,22 +57,22 @@ def test_the_whole_way(user):
 
 
 def test_other_numbers_of_ranks(user, tmp_path):
-    """8 ranks, then 4, then 8: the epoch lines count all samples of whole batches."""
-    eight = [*TWO, "--ntasks-per-node=4", "--gpus-per-node=4"]
+    """4 ranks, then 2, then 4: the epoch lines count all samples of whole batches."""
+    four = [*TWO, "--ntasks-per-node=2", "--gpus-per-node=2"]
     arguments = ["--epochs=3", "--save-steps=2", f"--checkpoint-dir={tmp_path}"]
     stops = [
-        (eight, "epoch-001-step-000002.pt"),
-        (["--nodes=1", *eight], "epoch-002-step-000002.pt"),
+        (four, "epoch-001-step-000002.pt"),
+        (["--nodes=1", *four], "epoch-002-step-000002.pt"),
     ]
     output = ""
     for flags, file in stops:
         job = user.train(*arguments, flags=flags)
         user.until_found(job, lambda file=file: (tmp_path / file).exists(), file, 120)
         output += user.cancel(job).output
-    result = user.wait(user.train(*arguments, flags=eight))
+    result = user.wait(user.train(*arguments, flags=four))
     weights(Result(output + result.output, result.exit_code, result.state, result.job))
     assert (
-        "World size 8: 4 steps an epoch, 8 x 5 samples each, of 160; 24 to validate"
+        "World size 4: 8 steps an epoch, 4 x 5 samples each, of 160; 24 to validate"
         in result.output
     )
 
@@ -223,7 +226,7 @@ def test_torchrun_elastic(user, tmp_path):
     ],
 )
 def test_errors_are_not_tried_again(user, arguments, message):
-    result = user.wait(user.train(*arguments))
+    result = user.wait(user.train(*arguments, flags=ONE))
     assert result.state == "FAILED", result
     assert re.search(message, result.output, re.MULTILINE), result
     assert "Traceback" not in result.output, result
@@ -245,13 +248,13 @@ def test_mistyped_archives(user):
 
 
 def test_other_recipe(user):
-    job = user.train("--epochs=1")
+    job = user.train("--epochs=1", flags=ONE)
     weights(user.wait(job))
     folder = f"--checkpoint-dir={user.checkpoints(job)}"
-    result = user.wait(user.train("--epochs=1", "--seed=1", folder))
+    result = user.wait(user.train("--epochs=1", "--seed=1", folder, flags=ONE))
     assert result.state == "FAILED", result
     (message,) = re.findall(r"^main.py: error: .*", result.output, re.MULTILINE)
     assert "is of another run, with seed 0, not 1: " in message, result
     # A finished run tells its end again.
-    again = user.wait(user.train("--epochs=1", folder))
+    again = user.wait(user.train("--epochs=1", folder, flags=ONE))
     assert weights(again) == WEIGHTS_LINE.search(user.log(job))[1]

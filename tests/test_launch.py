@@ -14,11 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from slurm_jobs import ARGUMENTS_LINE, TEST_LINE, TINY, TWO
+from slurm_jobs import ARGUMENTS_LINE, REPOSITORY, TEST_LINE, TINY, TWO
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SMALL = ["--cpus-per-task=1", "--mem=1G"]
 ONE_EPOCH = ["--epochs", "1", "--batch-size", "4"]
+# A rank takes 8 seconds of a CPU to import PyTorch: no test has more than it needs.
+ONE_EACH = ["--ntasks-per-node=1", "--gpus-per-node=1"]
+TWO_EACH = ["--ntasks-per-node=2", "--gpus-per-node=2"]
 
 
 @pytest.mark.parametrize(
@@ -28,13 +31,7 @@ ONE_EPOCH = ["--epochs", "1", "--batch-size", "4"]
         ("multi_gpu", "job.sh", [], 4, 1),
         ("multi_node", "job.sh", [], 8, 2),
         ("multi_node", "job.sh", ["--nodes=1", "--ntasks-per-node=1"], 1, 1),
-        (
-            "multi_node",
-            "job.sh",
-            ["--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2"],
-            6,
-            3,
-        ),
+        ("multi_node", "job.sh", ["--nodes=3", *ONE_EACH], 3, 3),
         (
             "multi_node",
             "job.sh",
@@ -42,21 +39,15 @@ ONE_EPOCH = ["--epochs", "1", "--batch-size", "4"]
             3,
             2,
         ),
-        ("multi_node", "job.sh", ["--nodes=1-2", "--ntasks=4", "--gpus=4"], 4, 1),
+        ("multi_node", "job.sh", ["--nodes=1-2", "--ntasks=2", "--gpus=2"], 2, 1),
         ("multi_node", "job_torchrun.sh", [], 8, 2),
-        ("multi_node", "job_torchrun.sh", ["--nodes=1"], 4, 1),
+        ("multi_node", "job_torchrun.sh", ["--nodes=1", *TWO_EACH], 2, 1),
+        ("multi_node", "job_torchrun.sh", ["--nodes=3", *ONE_EACH], 3, 3),
         (
             "multi_node",
             "job_torchrun.sh",
-            ["--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2"],
-            6,
-            3,
-        ),
-        (
-            "multi_node",
-            "job_torchrun.sh",
-            ["--nodes=1-2", "--ntasks=4", "--gpus=4"],
-            4,
+            ["--nodes=1-2", "--ntasks=2", "--gpus=2"],
+            2,
             1,
         ),
     ],
@@ -78,11 +69,11 @@ def without_labels(output: str) -> str:
     [
         ("single_gpu", ["--ntasks=1", "--gpus-per-node=1"], "srun", 1),
         ("multi_gpu", ["--nodes=1", "--ntasks=2", "--gpus-per-node=2"], "srun", 2),
-        ("multi_node", ["--nodes=1-2", "--ntasks=4", "--gpus=4"], "srun", 4),
+        ("multi_node", ["--nodes=1-2", "--ntasks=2", "--gpus=2"], "srun", 2),
         # A step of two tasks on the last node of a job of three.
         (
             "multi_node",
-            ["--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2"],
+            ["--nodes=3", *TWO_EACH],
             "srun --nodelist=node3 -N1 -n2",
             2,
         ),
@@ -108,13 +99,14 @@ SYNTHETIC += ["--model=dummy", "--image-size=32", "--workers=1"]
         ("single_gpu", "job.sh", 1),
         ("multi_gpu", "job.sh", 2),
         ("multi_node", "job.sh", 4),
-        ("multi_node", "job_torchrun.sh", 4),
-        ("imagenet", "job.sh", 4),
+        ("multi_node", "job_torchrun.sh", 2),
+        ("imagenet", "job.sh", 2),
     ],
 )
 def test_sbatch_gpus_per_task(jobs, folder, script, world_size):
     """job.sh lets every task see all GPUs of its node: NCCL uses them directly."""
     flags = [*SMALL, "--gpus-per-task=1"] if world_size == 1 else [*SMALL, *BY_TASK]
+    flags += [] if world_size == 4 else ["--nodes=1"]
     more = SYNTHETIC if folder == "imagenet" else []
     result = jobs.sbatch(folder, *flags, script, *ONE_EPOCH, *more, IMAGENET_DIR="")
     result.output = without_labels(result.output)
@@ -130,7 +122,7 @@ def test_sbatch_gpus_per_task(jobs, folder, script, world_size):
     [
         ("single_gpu", ["--ntasks=1"], 1),
         ("multi_gpu", ["--nodes=1", "--ntasks=2"], 2),
-        ("multi_node", ["--nodes=1-2", "--ntasks=4", "--tmp=0"], 4),
+        ("multi_node", ["--nodes=1-2", "--ntasks=2", "--tmp=0"], 2),
         ("imagenet", ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"], 4),
     ],
 )
@@ -152,7 +144,7 @@ def test_salloc_gpus_per_task(jobs, archive, folder, flags, world_size, tmp_path
 
 def test_compile(jobs, tmp_path):
     """A compiled model under DDP trains, too; on a CPU this needs a C++ compiler."""
-    flags = [*SMALL, "--ntasks-per-node=2", "--gpus-per-node=2"]
+    flags = [*SMALL, *TWO_EACH]
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     job = jobs.submit("multi_gpu", *flags, "job.sh", *ONE_EPOCH, "--compile", **env)
     jobs.wait(job, timeout=800).trained(2, batch_size=4)
@@ -161,18 +153,18 @@ def test_compile(jobs, tmp_path):
 
 @pytest.mark.parametrize("job", ["job.sh", "job_torchrun.sh"])
 def test_uneven_nodes(jobs, job):
-    """The job has three GPUs on one node and one on the other; so are the processes."""
-    flags = [*SMALL, "--nodes=2", "--ntasks=4", "--gpus=4", "--cpus-per-task=1"]
+    """The job has two GPUs on one node and one on the other; so are the processes."""
+    flags = [*SMALL, "--nodes=2", "--ntasks=3", "--gpus=3"]
     script = (
         f"scontrol show --detail job $SLURM_JOB_ID; bash {job} {' '.join(ONE_EPOCH)}"
     )
     result = jobs.run(["salloc", *flags, "bash", "-c", script], "multi_node")
     assert sorted(re.findall(r"Nodes=node\d .*GRES=gpu:(\d)", result.output)) == [
         "1",
-        "3",
+        "2",
     ], result
     result.output = without_labels(result.output)
-    result.trained(4, batch_size=4)
+    result.trained(3, batch_size=4)
 
 
 def test_epochs_and_arguments_with_spaces(jobs, archive):
@@ -186,7 +178,7 @@ def test_epochs_and_arguments_with_spaces(jobs, archive):
 def test_variables_by_sbatch_export(jobs, archive):
     """Slurm would give the tasks what --export names, and nothing that job.sh sets."""
     export = f"--export=PATH,HOME,PYTHONPATH,CIFAR10_ARCHIVE={archive}"
-    flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    flags = [*SMALL, "--nodes=2", *ONE_EACH]
     result = jobs.sbatch(
         "multi_node", *flags, export, "job.sh", *ONE_EPOCH, CIFAR10_ARCHIVE="/nowhere"
     )
@@ -212,14 +204,24 @@ SHELLS = {
 }
 
 
+def test_all_job_scripts_forget_the_same():
+    """So it is enough that each of SHELLS calls sbatch with one of them."""
+    function = re.compile(r"^forget_other_jobs\(\) \{\n(?:.+\n)+?\}\n", re.MULTILINE)
+    scripts = [path.read_text() for path in REPOSITORY.glob("*/job*.sh")]
+    assert len(scripts) == 5
+    assert len({function.search(script)[0] for script in scripts}) == 1
+    assert all("\nforget_other_jobs\n" in script for script in scripts)
+
+
 @pytest.mark.parametrize(
-    "folder, last_line", [("multi_node", "Test loss"), ("imagenet", "Weights SHA-256")]
+    "folder, last_line, shell",
+    [("imagenet", "Weights SHA-256", "a task of an array")]
+    + [("multi_node", "Test loss", shell) for shell in SHELLS],
 )
-@pytest.mark.parametrize("shell", SHELLS)
 def test_sbatch_in_a_job(jobs, folder, last_line, shell, tmp_path):
     """Slurm passes on what the calling shell has of its own job: job.sh drops it."""
     command, passed_on = SHELLS[shell]
-    flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    flags = [*SMALL, "--nodes=2", *ONE_EACH]
     sbatch = ["sbatch", "--parsable", *flags, f"--output={jobs.logs}/%j.out", "job.sh"]
     sbatch += [*ONE_EPOCH, *(SYNTHETIC if folder == "imagenet" else [])]
     caller, answer = tmp_path / "caller.sh", tmp_path / "answer"
@@ -251,7 +253,7 @@ def test_sbatch_in_a_job(jobs, folder, last_line, shell, tmp_path):
 def test_what_the_user_exports_wins(jobs):
     """Whose ranks cannot meet exports NCCL_DEBUG=INFO and calls sbatch again."""
     said = {"NCCL_DEBUG": "INFO", "TORCH_CPP_LOG_LEVEL": "INFO"}
-    flags = [*SMALL, "--nodelist=node1", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    flags = [*SMALL, "--nodelist=node1", *ONE_EACH]
     many = ["--epochs=1000", "--batch-size=4"]
     job = jobs.submit("multi_gpu", *flags, "job.sh", *many, **said)
     jobs.until(job, r"^Epoch 1: ")
@@ -276,11 +278,12 @@ def test_job_that_submits_the_next(jobs, user, folder, tmp_path):
     for result in (first, second):
         assert result.state == "COMPLETED", result
         if folder == "imagenet":
-            assert f"/tmp/slurm-job-{result.job}/data: " in result.output, result
+            where = f"/tmp/slurm-job-{result.job}/data"
+            assert f" images in {where} after " in result.output, result
 
 
 def test_two_jobs_at_once_on_one_node(jobs):
-    flags = [*SMALL, "--nodelist=node1", "--ntasks-per-node=2", "--gpus-per-node=2"]
+    flags = [*SMALL, "--nodelist=node1", *TWO_EACH]
     ids = [jobs.submit("multi_gpu", *flags, "job.sh", *ONE_EPOCH) for _ in range(2)]
     results = [jobs.wait(job) for job in ids]
     for result in results:
@@ -293,7 +296,7 @@ def test_two_jobs_at_once_on_one_node(jobs):
 
 def test_slurm_tmpdir_of_the_cluster(jobs):
     """Data goes where the cluster says, on every node, and stays for it to remove."""
-    flags = [*SMALL, "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
+    flags = [*SMALL, "--nodes=2", *ONE_EACH]
     result = jobs.sbatch(
         "multi_node", *flags, "job.sh", *ONE_EPOCH, SLURM_TMPDIR="/tmp/local disk"
     )

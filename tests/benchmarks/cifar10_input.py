@@ -47,7 +47,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     example = load_example("single_gpu")
     with tempfile.TemporaryDirectory() as folder:
-        data_dir = args.data_dir or draw(Path(folder))
+        data_dir = args.data_dir or draw(Path(folder), args.samples)
         # Made-up images have no published checksum.
         datasets.cifar.check_integrity = lambda *_: True
         variants = build_variants(example, data_dir, args)
@@ -115,13 +115,13 @@ def build_variants(example, data_dir: Path, args: argparse.Namespace) -> dict:
     }
 
 
-def draw(folder: Path) -> Path:
+def draw(folder: Path, samples: int) -> Path:
     """Write CIFAR-10's training files, made up; return the folder of their folder."""
     rng = np.random.default_rng(0)
     (folder / "cifar-10-batches-py").mkdir()
     for i in range(1, 6):
-        data = rng.integers(256, size=(10000, 3072), dtype=np.uint8)
-        batch = {"data": data, "labels": rng.integers(10, size=10000).tolist()}
+        data = rng.integers(256, size=(-(-samples // 5), 3072), dtype=np.uint8)
+        batch = {"data": data, "labels": rng.integers(10, size=len(data)).tolist()}
         (folder / "cifar-10-batches-py" / f"data_batch_{i}").write_bytes(
             pickle.dumps(batch)
         )

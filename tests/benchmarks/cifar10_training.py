@@ -41,7 +41,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     example = load_example("single_gpu")
     with tempfile.TemporaryDirectory() as folder:
-        data_dir = args.data_dir or draw(Path(folder))
+        data_dir = args.data_dir or draw(Path(folder), args.samples)
         # Made-up images have no published checksum.
         datasets.cifar.check_integrity = lambda *_: True
         variants = build_variants(example, data_dir, device, args)

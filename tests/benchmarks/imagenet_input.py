@@ -66,7 +66,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         scratch = args.scratch or Path(temporary)
         forms = {"copied": [], "tree": ["--extract"], "small": ["--resize=256"]}
-        build_scratch(scratch, args.source, forms)
+        build_scratch(scratch, args, forms)
         one = {
             "ImageFolder, v2 on PIL, float32": usual_alone(scratch / "tree", args),
             "imagenet/data.py": shipped_alone(scratch / "copied", args),
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def build_scratch(
-    scratch: Path, source: Path | None, forms: dict[str, list[str]]
+    scratch: Path, args: argparse.Namespace, forms: dict[str, list[str]]
 ) -> None:
     """Stage the images, or made-up ones, in folders of `scratch`.
 
@@ -104,8 +104,10 @@ def build_scratch(
         for folder, flags in forms.items()
         if not (scratch / folder / "done").exists()
     }
+    source = args.source
     if forms and source is None:
-        source = draw_imagenet(scratch / "drawn", 10, 80, 5, resolution=400).source
+        images = min(80, args.samples // 10)
+        source = draw_imagenet(scratch / "drawn", 10, images, 5, resolution=400).source
     for folder, flags in forms.items():
         command = [
             sys.executable,

@@ -69,7 +69,7 @@ def main() -> None:
     example.set_ranks()
     with tempfile.TemporaryDirectory() as temporary:
         scratch = args.scratch or Path(temporary)
-        build_scratch(scratch, args.source, {"copied": [], "tree": ["--extract"]})
+        build_scratch(scratch, args, {"copied": [], "tree": ["--extract"]})
         variants = build_variants(example, scratch, args)
         rates = take_turns(variants, args.rounds)
     usual, *_, limit = variants
@@ -96,7 +96,7 @@ def build_variants(example, scratch: Path, args: argparse.Namespace) -> dict:
     # As main.py does, before CUDA and NCCL are up.
     staged_loader = example.build_loader(staged, args.workers)
     synthetic_loader = example.build_loader(synthetic, args.workers)
-    device = example.setup_distributed()
+    device = example.setup_distributed(settings.timeout)
     watching = watch.Watch(scratch, device, settings, 0)
     classes, steps = len(staged.images.classes), len(staged) // args.batch_size
 

@@ -48,6 +48,7 @@ def parse_args() -> argparse.Namespace:
         default=Path(tempfile.gettempdir()),
         help="folder on the disk to measure",
     )
+    add("--images", type=int, default=100, help="made-up ones, of each class")
     add("--copy-only", action="store_true", help="leave the extraction out")
     return parser.parse_args()
 
@@ -58,7 +59,7 @@ def main() -> None:
         scratch = Path(scratch)
         source = (
             args.source
-            or draw_imagenet(scratch / "drawn", 20, 100, 5, resolution=256).source
+            or draw_imagenet(scratch / "drawn", 20, args.images, 5, 256).source
         )
         files = sorted(source.glob("ILSVRC2012_*"))
         size = sum(file.stat().st_size for file in files)
