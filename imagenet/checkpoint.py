@@ -7,6 +7,7 @@ import io
 import logging
 import math
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -124,6 +125,9 @@ class Checkpoints:
                 path.rename(path.with_suffix(".pt.damaged"))
             else:
                 check_recipe(path, state["recipe"], recipe)
+                samples = state["global_batch_size"]
+                if samples < dist.get_world_size():
+                    raise RunError(f"a step has {samples} samples: start fewer ranks")
                 logging.info(f"Resuming from {path}")
                 return state
         if list(self.folder.glob("*.damaged")):
@@ -216,7 +220,10 @@ def read(path: Path) -> dict:
     except Exception as error:  # whatever a torn file makes of itself
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise MemoryError from error
-        raise ValueError(f"{error!r:.80}") from error
+        reason = str(error).split("\n")[0]
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it is not made of weights only, and code in it is not run"
+        raise ValueError(reason or "it is cut") from error
 
 
 def check_recipe(path: Path, saved: dict, asked: dict) -> None:
@@ -251,14 +258,6 @@ def default_checkpoint_dir() -> Path:
     return Path(environ.get("SCRATCH", ".")) / "checkpoints" / job
 
 
-def digest(weights: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of a model's weights: equal only if all are, bit for bit."""
-    sha = hashlib.sha256()
-    for tensor in weights.values():
-        sha.update(tensor.cpu().numpy().tobytes())
-    return sha.hexdigest()
-
-
 _stop_signals = []
 
 
@@ -284,16 +283,22 @@ def any_rank_must_stop(device: torch.device) -> bool:
     return bool(stop)
 
 
-def commit() -> str:
-    """Return the commit that runs, "-dirty" if files differ from it.
+def log_weights(model: nn.Module) -> None:
+    """Say what came out: a SHA-256, equal only if all weights are, and of which commit.
 
-    It is safe_sbatch's, or the one checked out.
+    That is safe_sbatch's commit, or the one checked out, "-dirty" if files differ.
     """
+    if dist.get_rank() != 0:
+        return
+    sha = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        sha.update(tensor.cpu().numpy().tobytes())
     git = "git describe --always --dirty --abbrev=40 --exclude='*' || echo unknown"
     answer = subprocess.run(
         git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
     )
-    return environ.get("GIT_COMMIT") or answer.stdout.strip()
+    commit = environ.get("GIT_COMMIT") or answer.stdout.strip()
+    logging.info(f"Weights SHA-256 {sha.hexdigest()}, commit {commit}")
 
 
 def requeues_to_go(samples: int, rate: float) -> str:

@@ -123,8 +123,6 @@ def main() -> None:
     saved = checkpoints.load(recipe)
     if saved:  # perhaps by another number of GPUs: the global batch stays as it was
         global_batch_size = saved["global_batch_size"]
-        if global_batch_size < world_size:
-            raise RunError(f"a step has {global_batch_size} samples: start fewer ranks")
     steps = count_steps(len(train_set), global_batch_size, world_size)
     logging.info(
         f"World size {world_size}: {steps} steps an epoch, "
@@ -153,9 +151,7 @@ def main() -> None:
     checkpoint.catch_stop_signals()
     loaders = (train_loader, valid_loader)
     run_epochs(ddp_model, run, loaders, steps, device, checkpoints, watch, args)
-    if dist.get_rank() == 0:
-        sha256 = checkpoint.digest(model.state_dict())
-        logging.info(f"Weights SHA-256 {sha256}, commit {checkpoint.commit()}")
+    checkpoint.log_weights(model)
     finish(watch)
 
 
