@@ -781,7 +781,7 @@ def load_with_workers(keys: list[tuple[int, int]]) -> list[dict]:
         torch.manual_seed(workers)
         loader = data.build_loader(train_set, workers)
         found, batches = {}, [keys[i::7] for i in range(7)]
-        loader.batch_sampler.keys = batches
+        loader.batch_sampler[:] = batches
         for batch, (images, labels) in zip(batches, loader, strict=True):
             assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
             assert images.shape == (len(batch), 3, 32, 32)
