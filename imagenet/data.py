@@ -249,7 +249,8 @@ def build_loader(data_set: Augmented, workers: int) -> DataLoader:
         worker_init_fn=ignore_signals,
     )
     if workers:
-        # They pass on batches by sockets there. Each would leave its own when killed.
+        # Their sockets are there. Made before the fork, it is this process's folder,
+        # which removes it: a killed worker would leave a folder of its own.
         multiprocessing.util.get_temp_dir()
         iter(loader)  # starts them
         atexit.register(end_workers)
@@ -264,7 +265,7 @@ def ignore_signals(worker: int) -> None:
 
 def end_workers() -> None:
     """Kill the workers: Python ends them by SIGTERM, which they ignore, and waits."""
-    # Or DataLoader's handler would have something to say about their end.
+    # DataLoader's handler would call their end an error, with a traceback.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in multiprocessing.active_children():
         worker.kill()
