@@ -3,7 +3,6 @@
 import argparse
 import atexit
 import hashlib
-import itertools
 import json
 import math
 import multiprocessing.util
@@ -13,8 +12,6 @@ import socket
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
@@ -23,8 +20,8 @@ import torch
 import torch.distributed as dist
 from checkpoint import Run, RunError
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
+from torchvision.datasets.folder import find_classes, make_dataset
 from torchvision.io import decode_image, read_file
 from torchvision.transforms import v2
 
@@ -43,53 +40,45 @@ class Images:
     """The images of a split, "train" or "val", as prepare_data.py has staged them.
 
     A tree of class folders, train/CLASS/IMAGE and val/CLASS/IMAGE, will do, too.
-    Processes share the index and the file, and no position in it: it may be forked.
-    Pickled, it is a path, and a tree's index: to scan a tree again would take long.
+    Forked workers share the index and the open archive. Each read names its offset: a
+    position in the file would be that of all workers.
     """
 
-    def __init__(self, data_dir: Path, split: str, scanned: np.ndarray | None = None):
-        self.data_dir, self.split, self.scanned = Path(data_dir), split, scanned
-        self.archive: str | None = None  # that the images are in, if they are in one
+    def __init__(self, data_dir: Path, split: str):
+        self.data_dir, self.split = Path(data_dir), split
+        self.archive = None  # an open file, unless each image is a file
         staged = self.data_dir / "index.json"
         if staged.exists():
-            index = json.loads(staged.read_text())
-            self.classes = index["classes"]
-            if not index["extract"]:
-                self.archive = index["archives"][split]
+            found = json.loads(staged.read_text())
+            self.classes = found["classes"]
             self.index = np.load(self.data_dir / f"{split}.npy", mmap_mode="r")
-        elif (self.data_dir / split).is_dir():
-            folders = (self.data_dir / "train").iterdir()
-            self.classes = sorted(folder.name for folder in folders if folder.is_dir())
-            if scanned is None:
-                self.scanned = scan(self.data_dir / split, self.classes)
-            self.index = self.scanned
+            if not found["extract"]:
+                self.archive = open(self.data_dir / found["archives"][split], "rb")
         else:
-            raise FileNotFoundError(
-                f"no data in {self.data_dir.absolute()}: "
-                "for job.sh, set IMAGENET_DIR to the archives; "
-                "else run prepare_data.py on every node; or use --synthetic"
-            )
-        self.labels = np.ascontiguousarray(self.index["label"])
-        if self.archive:
-            self.file = open(self.data_dir / self.archive, "rb")
-
-    def __reduce__(self):
-        return Images, (self.data_dir, self.split, self.scanned)
+            self.classes, self.index = list_tree(self.data_dir, split)
+        self.labels = self.index["label"]
 
     def __len__(self) -> int:
         return len(self.index)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A checksum of names, labels and sizes, the same however they are staged."""
+        """A checksum, the same however the images are staged.
+
+        It is of all names and labels, and of a hundred images: more would take long.
+        """
         digest = hashlib.sha256()
-        for field in ("name", "label", "size"):
-            digest.update(self.index[field].tobytes())
+        digest.update(self.index["name"].tobytes())
+        digest.update(self.index["label"].tobytes())
+        for i in range(0, len(self), len(self) // 100 + 1):
+            digest.update(self.read_bytes(i).numpy())
         return digest.hexdigest()
 
     def name(self, i: int) -> str:
         name = f"{self.split}/{self.index['name'][i].decode()}"
-        return f"{self.archive}: {name}" if self.archive else f"{self.data_dir}/{name}"
+        if self.archive:
+            return f"{self.archive.name}: {name}"
+        return f"{self.data_dir}/{name}"
 
     def read(self, i: int) -> Tensor:
         """Return an image: RGB, uint8, of shape (3, height, width).
@@ -97,9 +86,7 @@ class Images:
         Raises BadImage.
         """
         try:
-            if self.archive:
-                return decode(self.read_bytes(i))
-            return decode(read_file(self.name(i)))
+            return decode(self.read_bytes(i))
         except (OSError, RuntimeError, zlib.error) as error:
             host = socket.gethostname()
             raise BadImage(
@@ -107,13 +94,34 @@ class Images:
             ) from None
 
     def read_bytes(self, i: int) -> Tensor:
-        """Return an image as it is in the archive, or was before it was deflated."""
+        """Return an image as it is in its file, or was before a zip deflated it."""
+        if not self.archive:
+            return read_file(self.name(i))
         _, _, offset, size, packed = self.index[i].tolist()
         data = bytearray(packed or size)
-        os.preadv(self.file.fileno(), [data], offset)
+        os.preadv(self.archive.fileno(), [data], offset)
         if packed:
             data = bytearray(zlib.decompress(data, wbits=-zlib.MAX_WBITS))
         return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def list_tree(data_dir: Path, split: str) -> tuple[list[str], np.ndarray]:
+    """Return the classes of a tree of class folders, and a split's labels and names."""
+    folder = f"{data_dir}/{split}/"
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(
+            f"no data in {data_dir.absolute()}: "
+            "for job.sh, set IMAGENET_DIR to the archives; "
+            "else run prepare_data.py on every node; or use --synthetic"
+        )
+    classes, label_of = find_classes(data_dir / "train")
+    suffixes = (".jpg", ".jpeg", ".png")
+    files = make_dataset(folder, label_of, suffixes, allow_empty=True)
+    if not files:
+        raise FileNotFoundError(f"no images in {folder}")
+    # Not a list: workers count references to its items, and so copy what they read.
+    rows = [(label, path.removeprefix(folder).encode()) for path, label in files]
+    return classes, np.rec.fromrecords(rows, names="label, name")
 
 
 def decode(data: Tensor) -> Tensor:
@@ -123,70 +131,41 @@ def decode(data: Tensor) -> Tensor:
     return v2.functional.to_dtype(pixels, torch.uint8, scale=True)
 
 
-def scan(folder: Path, classes: list[str]) -> np.ndarray:
-    """Return the index of a tree of class folders, as prepare_data.py writes it."""
-
-    def scan_class(label: int) -> list[tuple]:
-        rows = []
-        for file in (folder / classes[label]).rglob("*.*"):
-            if file.suffix.lower() in (".jpg", ".jpeg", ".png"):
-                name = str(file.relative_to(folder)).encode()
-                rows.append((label, name, 0, file.stat().st_size, 0))
-        return sorted(rows)
-
-    # A network disk answers slowly, but many at a time.
-    with ThreadPoolExecutor(32) as threads:
-        found = list(threads.map(scan_class, range(len(classes))))
-    rows = list(itertools.chain.from_iterable(found))
-    if not rows:
-        raise FileNotFoundError(f"no images in {folder}")
-    return np.rec.fromrecords(rows, names="label, name, offset, size, packed")
-
-
 class Synthetic:
-    """Images to learn from, drawn from a seed.
+    """Images to learn from, drawn from a seed: a colour a class, hidden in noise.
 
-    Each class is a plaid of its own, hidden in noise.
     Another seed gives other images of the same classes.
     """
 
     def __init__(
         self, samples: int, classes: int, seed: int = 0, resolution: int = 256
     ):
-        self.seed, self.shortest = seed, resolution
+        self.seed, self.resolution = seed, resolution
         self.longest = resolution + resolution // 4
-        self.classes = [f"plaid {i}" for i in range(classes)]
+        self.classes = [f"colour {i}" for i in range(classes)]
         self.labels = np.arange(samples) % classes
         self.fingerprint = f"synthetic {samples, classes, seed, resolution}"
-        generator = torch.Generator().manual_seed(0)
-        stripes = 64 * torch.rand(2 * classes, 3, 8, generator=generator)
-        stripes = F.interpolate(stripes, self.longest, mode="linear").byte()
-        rows, columns = stripes.split(classes)
-        self.plaids = rows[:, :, :, None] + columns[:, :, None, :]
+        rng = np.random.default_rng(11)  # its first ten colours are far apart
+        self.colors = rng.integers(128, size=(classes, 3, 1, 1), dtype=np.uint8)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def name(self, i: int) -> str:
-        return f"synthetic image {i}"
-
     def read(self, i: int) -> Tensor:
         """Return an image: RGB, uint8, of shape (3, height, width)."""
         rng = np.random.default_rng((self.seed, i))
-        height, width = rng.integers(self.shortest, self.longest, 2, endpoint=True)
+        height, width = rng.integers(self.resolution, self.longest, 2, endpoint=True)
         noise = rng.integers(128, size=(3, height, width), dtype=np.uint8)
-        plaid = self.plaids[self.labels[i], :, :height, :width]
-        return plaid + torch.from_numpy(noise)
+        return torch.from_numpy(self.colors[self.labels[i]] + noise)
 
 
 class RandomResizedCrop(v2.RandomResizedCrop):
     """Keeps a pixel's colours side by side, as decoded: so they are resized faster."""
 
     def transform(self, inpt: Tensor, params: dict[str, int]) -> Tensor:
-        crop = v2.functional.crop(inpt, **params)[None].contiguous(
-            memory_format=torch.channels_last
-        )
-        return F.interpolate(crop, self.size, mode="bilinear", antialias=True)[0]
+        crop = v2.functional.crop(inpt, **params)[None]
+        crop = crop.contiguous(memory_format=torch.channels_last)
+        return v2.functional.resize(crop[0], self.size)
 
 
 class Augmented(Dataset):
@@ -216,14 +195,15 @@ class Augmented(Dataset):
         if index < 0:
             # Padding: a label of -100 counts nowhere.
             return torch.zeros(3, *self.size, dtype=torch.uint8), -100
-        if epoch:
-            # The draw follows from these three, not from the worker or the rank that
-            # makes it. torch.manual_seed would seed every kind of device: 0.2 ms.
-            torch.default_generator.manual_seed(mix(self.seed, epoch, index))
-        transform = self.crop_and_flip if epoch else self.center
-        return transform(self.images.read(self.chosen[index])), int(
-            self.images.labels[self.chosen[index]]
-        )
+        number = self.chosen[index]
+        image, label = self.images.read(number), int(self.images.labels[number])
+        if epoch == 0:
+            return self.center(image), label
+        # The draw follows from these three, not from the worker or the rank that
+        # makes it: numbers, unlike text, have the same hash in every process.
+        # torch.manual_seed would seed every kind of device: 0.2 ms.
+        torch.default_generator.manual_seed(hash((self.seed, epoch, index)))
+        return self.crop_and_flip(image), label
 
 
 def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
@@ -253,15 +233,6 @@ def check_same_data(*data_sets: Augmented) -> None:
         raise RunError("not every node has the same data: stage it again")
 
 
-class Batches(Sampler):
-    """The keys of the samples of each batch: none, until an epoch begins."""
-
-    keys: Iterable[list[tuple[int, int]]] = ()
-
-    def __iter__(self):
-        return iter(self.keys)
-
-
 def build_loader(data_set: Augmented, workers: int) -> DataLoader:
     """Return a loader whose workers are running, and stay to the end of the run.
 
@@ -271,14 +242,15 @@ def build_loader(data_set: Augmented, workers: int) -> DataLoader:
     """
     loader = DataLoader(
         data_set,
-        batch_sampler=Batches(),
+        batch_sampler=[],  # `load` fills it for each epoch
         num_workers=workers,
         multiprocessing_context="fork" if workers else None,
         persistent_workers=workers > 0,
         worker_init_fn=ignore_signals,
     )
     if workers:
-        # They pass on batches by sockets there. Each would leave its own when killed.
+        # Their sockets are there. Made before the fork, it is this process's folder,
+        # which removes it: a killed worker would leave a folder of its own.
         multiprocessing.util.get_temp_dir()
         iter(loader)  # starts them
         atexit.register(end_workers)
@@ -293,7 +265,7 @@ def ignore_signals(worker: int) -> None:
 
 def end_workers() -> None:
     """Kill the workers: Python ends them by SIGTERM, which they ignore, and waits."""
-    # Or DataLoader's handler would have something to say about their end.
+    # DataLoader's handler would call their end an error, with a traceback.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in multiprocessing.active_children():
         worker.kill()
@@ -307,11 +279,8 @@ def training_batches(loader: DataLoader, run: Run, device: torch.device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     order = draw_epoch(len(loader.dataset), loader.dataset.seed, run.epoch)
     steps = len(order) // run.global_batch_size
-    shares = order[: steps * run.global_batch_size].reshape(steps, -1)
-    shares = shares[run.step :, rank::world_size]
-    keys = ([(run.epoch, index) for index in share.tolist()] for share in shares)
-    loader.batch_sampler.keys = keys
-    return to_device(loader, device)
+    batches = order[: steps * run.global_batch_size].reshape(steps, -1)
+    return load(loader, run.epoch, batches[run.step :, rank::world_size], device)
 
 
 def evaluation_batches(loader: DataLoader, batch_size: int, device: torch.device):
@@ -321,18 +290,18 @@ def evaluation_batches(loader: DataLoader, batch_size: int, device: torch.device
     count nowhere.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    samples = len(loader.dataset)
-    batches = math.ceil(samples / world_size / batch_size)
-    share = list(range(rank, samples, world_size))
-    share += [-1] * (batches * batch_size - len(share))
-    keys = [(0, index) for index in share]
-    starts = range(0, len(keys), batch_size)
-    loader.batch_sampler.keys = [keys[start : start + batch_size] for start in starts]
-    return to_device(loader, device)
+    share = np.arange(rank, len(loader.dataset), world_size)
+    batches = math.ceil(len(loader.dataset) / world_size / batch_size)
+    padded = np.full(batches * batch_size, -1)
+    padded[: len(share)] = share
+    return load(loader, 0, padded.reshape(batches, batch_size), device)
 
 
-def to_device(batches, device: torch.device):
-    for images, labels in batches:
+def load(loader: DataLoader, epoch: int, batches: np.ndarray, device: torch.device):
+    """Yield the images and classes of batches of indices, on the device."""
+    batches = batches.tolist()
+    loader.batch_sampler[:] = [[(epoch, index) for index in row] for row in batches]
+    for images, labels in loader:
         if device.type == "cuda":
             # Or the CPU would wait for the copy, and for all the GPU's work before it.
             images, labels = images.pin_memory(), labels.pin_memory()
@@ -345,13 +314,3 @@ def to_device(batches, device: torch.device):
 def draw_epoch(samples: int, seed: int, epoch: int) -> np.ndarray:
     """Draw the order of an epoch, the same however many GPUs share the work."""
     return np.random.default_rng((seed, epoch)).permutation(samples)
-
-
-def seed_torch(*numbers: int) -> None:
-    """Seed PyTorch with all of these numbers."""
-    torch.manual_seed(mix(*numbers))
-
-
-def mix(*numbers: int) -> int:
-    """Return a seed that follows from all of these numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])

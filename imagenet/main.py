@@ -24,7 +24,6 @@ from data import (
     check_same_data,
     evaluation_batches,
     load_data,
-    seed_torch,
     training_batches,
 )
 from torch import Tensor, nn
@@ -295,7 +294,7 @@ def train(
         if run.step == next_agreement:
             next_agreement += agree(run, metrics, checkpoints, watch, args)
         # For models with dropout.
-        seed_torch(args.seed, run.epoch, run.step, dist.get_rank())
+        torch.manual_seed(hash((args.seed, run.epoch, run.step, dist.get_rank())))
         optimizer.zero_grad()
         compute_gradients(model, run, images, labels, metrics, args.batch_size)
         optimizer.step()

@@ -518,6 +518,26 @@ def test_limited_samples(tree):
     assert {sets[0][1, index][1] for index in range(13)} == {0, 1, 2}
 
 
+def load_trees(*trees: Path) -> str:
+    """Return what a rank says, of which each has a tree of its own."""
+    mine = data.Images(trees[dist.get_rank()], "train")
+    try:
+        data.check_same_data(SimpleNamespace(images=mine))
+    except checkpoint.RunError as error:
+        return str(error)
+    return "the same"
+
+
+def test_nodes_with_different_data(tree, tmp_path):
+    """All ranks refuse it, if only the bytes of an image differ."""
+    shutil.copytree(tree, tmp_path / "tree")
+    assert run_ranks(2, load_trees, tree, tmp_path / "tree") == ["the same"] * 2
+    image = tmp_path / "tree" / "train" / "class1" / "4.JPEG"
+    image.write_bytes(image.read_bytes() + b"0")
+    said = "not every node has the same data: stage it again"
+    assert run_ranks(2, load_trees, tree, tmp_path / "tree") == [said] * 2
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -778,7 +798,7 @@ def load_with_workers(keys: list[tuple[int, int]]) -> list[dict]:
         torch.manual_seed(workers)
         loader = data.build_loader(train_set, workers)
         found, batches = {}, [keys[i::7] for i in range(7)]
-        loader.batch_sampler.keys = batches
+        loader.batch_sampler[:] = batches
         for batch, (images, labels) in zip(batches, loader, strict=True):
             assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
             assert images.shape == (len(batch), 3, 32, 32)
