@@ -85,9 +85,13 @@ class Checkpoints:
     def load(self, recipe: dict) -> dict | None:
         """Return, on every rank, the newest whole checkpoint, or None.
 
-        Raises RunError where none is whole, where it is of another recipe, or where
-        the folder cannot be used.
+        Raises RunError where none is whole, where it is of another recipe, where the
+        folder cannot be used, and where nodes have different data.
         """
+        recipes: list = [None] * dist.get_world_size()
+        dist.all_gather_object(recipes, recipe)
+        if any(other != recipe for other in recipes):
+            raise RunError("not every node has the same data: stage it again")
         return do_on_rank_0(f"cannot use {self.folder}", self._load, recipe)
 
     def save(self, run: Run) -> None:
@@ -96,8 +100,10 @@ class Checkpoints:
         do_on_rank_0(f"cannot write {path}", self._save, run.state_dict(), path)
         self.saved_at = time.monotonic()
 
-    def save_best(self, run: Run, accuracy: float) -> None:
-        """Write the checkpoint of this step once more, as best.pt. Raises RunError."""
+    def save_if_best(self, run: Run, accuracy: float) -> None:
+        """Write the best one of this run once more, as best.pt. Raises RunError."""
+        if accuracy <= run.best_accuracy:
+            return
         path = self.folder / "best.pt"
         do_on_rank_0(f"cannot write {path}", write, run.state_dict(), path)
         run.best_accuracy = accuracy
@@ -240,15 +246,18 @@ def check_recipe(path: Path, saved: dict, asked: dict) -> None:
         )
 
 
-def get_recipe(args: argparse.Namespace, data: Dataset) -> dict:
+def get_recipe(
+    args: argparse.Namespace, train_set: Dataset, valid_set: Dataset
+) -> dict:
     """Return what must stay as it is from a run's first step to its last."""
     names = (
         "model image_size epochs batch_size accumulate learning_rate weight_decay seed"
     )
     recipe = {name: getattr(args, name) for name in names.split()}
     return recipe | {
-        "samples": len(data),
-        "fingerprint of the data": data.images.fingerprint,
+        "samples": len(train_set),
+        "fingerprint of the training data": train_set.images.fingerprint,
+        "fingerprint of the validation data": valid_set.images.fingerprint,
     }
 
 

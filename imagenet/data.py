@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import functools
 import hashlib
 import json
 import math
@@ -12,13 +13,12 @@ import socket
 import sys
 import warnings
 import zlib
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkpoint import Run, RunError
+from checkpoint import Run
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import find_classes, make_dataset
@@ -61,7 +61,7 @@ class Images:
     def __len__(self) -> int:
         return len(self.index)
 
-    @cached_property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A checksum, the same however the images are staged.
 
@@ -224,15 +224,6 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
     )
 
 
-def check_same_data(*data_sets: Augmented) -> None:
-    """Refuse nodes with different data: each has a disk of its own."""
-    mine = [data_set.images.fingerprint for data_set in data_sets]
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    if any(fingerprints != mine for fingerprints in found):
-        raise RunError("not every node has the same data: stage it again")
-
-
 def build_loader(data_set: Augmented, workers: int) -> DataLoader:
     """Return a loader whose workers are running, and stay to the end of the run.
 
@@ -314,3 +305,15 @@ def load(loader: DataLoader, epoch: int, batches: np.ndarray, device: torch.devi
 def draw_epoch(samples: int, seed: int, epoch: int) -> np.ndarray:
     """Draw the order of an epoch, the same however many GPUs share the work."""
     return np.random.default_rng((seed, epoch)).permutation(samples)
+
+
+def normalize(images: Tensor) -> Tensor:
+    """Return uint8 images as float32 of mean 0 and deviation 1, in channels_last."""
+    mean, std = mean_and_std(images.device)
+    return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
+
+
+@functools.cache  # made from numbers in every step, it would wait for the GPU
+def mean_and_std(device: torch.device) -> Tensor:
+    values = [[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]
+    return 255 * torch.tensor(values, device=device).view(2, 3, 1, 1)

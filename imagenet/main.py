@@ -21,9 +21,9 @@ from checkpoint import Checkpoints, Run, RunError
 from data import (
     BadImage,
     build_loader,
-    check_same_data,
     evaluation_batches,
     load_data,
+    normalize,
     training_batches,
 )
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ def parse_args() -> argparse.Namespace:
     checkpoints = checkpoint.default_checkpoint_dir()
     # Those two return more than logits.
     others = ["googlenet", "inception_v3"]
-    names = ["dummy", *models.list_models(module=models, exclude=others)]
+    known = models.list_models(module=models, exclude=others)
     cpus = int(environ.get("SLURM_CPUS_PER_TASK", "0")) or len(os.sched_getaffinity(0))
     add = parser.add_argument
     add("--data-dir", default=data_dir, help="folder that prepare_data.py has filled")
@@ -63,7 +63,7 @@ def parse_args() -> argparse.Namespace:
     add("--image-size", type=at_least(1), default=224, help="pixels a side")
     add(
         "--model",
-        choices=names,
+        choices=["dummy", *known],
         metavar="MODEL",
         default="resnet50",
         help="one of torchvision's; dummy: as fast as the data",
@@ -108,17 +108,15 @@ def main() -> None:
     setup_logging()
     logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
     train_set, valid_set = load_data(args)
-    train_loader = build_loader(train_set, args.workers)
-    valid_loader = build_loader(valid_set, args.workers)
+    loaders = [build_loader(part, args.workers) for part in (train_set, valid_set)]
     device = setup_distributed(args.timeout)
     if device.type == "cpu":
         logging.warning("warning: no GPU found, training on the CPU")
 
-    check_same_data(train_set, valid_set)
     world_size = dist.get_world_size()
     global_batch_size = world_size * args.batch_size * args.accumulate
     checkpoints = Checkpoints(args.checkpoint_dir, args.keep)
-    recipe = checkpoint.get_recipe(args, train_set)
+    recipe = checkpoint.get_recipe(args, train_set, valid_set)
     saved = checkpoints.load(recipe)
     if saved:  # perhaps by another number of GPUs: the global batch stays as it was
         global_batch_size = saved["global_batch_size"]
@@ -146,31 +144,34 @@ def main() -> None:
     if saved:
         run.load_state_dict(saved)
         del saved  # or it takes as much memory as the model, to the end
-    watch = Watch(checkpoints.folder, device, args, run.scheduler.last_epoch)
+    watch = Watch(checkpoints.folder, device, args, scheduler.last_epoch)
     checkpoint.catch_stop_signals()
-    loaders = (train_loader, valid_loader)
-    run_epochs(ddp_model, run, loaders, steps, device, checkpoints, watch, args)
+    run_epochs(ddp_model, run, *loaders, steps, checkpoints, watch, args)
     checkpoint.log_weights(model)
     finish(watch)
 
 
 def run_epochs(
-    ddp_model, run: Run, loaders, steps: int, device, checkpoints, watch: Watch, args
+    ddp_model,
+    run: Run,
+    train_loader,
+    valid_loader,
+    steps: int,
+    checkpoints,
+    watch,
+    args,
 ) -> None:
     """Train and validate until the last epoch is done."""
-    train_loader, valid_loader = loaders
     global_batch_size = run.global_batch_size
     for epoch in range(run.epoch, args.epochs + 1):
-        start = time.perf_counter()
-        steps_to_go = steps - run.step  # fewer if this start is within an epoch
-        batches = watch.batches(training_batches(train_loader, run, device))
-        bar = progress(epoch, steps_to_go, global_batch_size)
+        batches = watch.batches(training_batches(train_loader, run, ddp_model.device))
+        # Fewer steps are left if this start is in the middle of an epoch.
+        bar = progress(epoch, steps - run.step, global_batch_size)
         metrics = train(ddp_model, run, batches, bar, checkpoints, watch, args)
         train_loss, train_accuracy = average(metrics, steps * global_batch_size)
-        rate = steps_to_go * global_batch_size / (time.perf_counter() - start)
+        rate = watch.steps_per_second() * global_batch_size
         usage = watch.usage.shares()
-        batches = evaluation_batches(valid_loader, args.batch_size, device)
-        batches = until_stopped(batches, run, device, watch)
+        batches = validation_batches(valid_loader, run, watch, args)
         metrics = evaluate(run.model, batches)
         valid_loss, valid_accuracy = average(metrics, len(valid_loader.dataset))
         samples_to_go = (args.epochs - epoch) * len(train_loader.dataset)
@@ -181,11 +182,14 @@ def run_epochs(
             f"{rate:.0f} images/s"
             f"{describe_usage(usage)}{checkpoint.requeues_to_go(samples_to_go, rate)}"
         )
-        values = {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy}
-        watch.log(run.scheduler.last_epoch, values | usage | {"images/s": rate})
-        if valid_accuracy > run.best_accuracy:
-            with watch.paused():
-                checkpoints.save_best(run, valid_accuracy)
+        values = {
+            "valid/loss": valid_loss,
+            "valid/accuracy": valid_accuracy,
+            "images/s": rate,
+        }
+        watch.log(run.scheduler.last_epoch, values | usage)
+        with watch.paused():
+            checkpoints.save_if_best(run, valid_accuracy)
         run.start_epoch(epoch + 1)
 
 
@@ -279,9 +283,9 @@ def check_port() -> None:
 
 
 def train(
-    model, run: Run, batches, bar: tqdm, checkpoints: Checkpoints, watch: Watch, args
+    model, run: Run, batches, bar: tqdm, checkpoints, watch: Watch, args
 ) -> Tensor:
-    """Train to the end of the epoch and return its metrics (see `measure`)."""
+    """Train on all the batches and return their metrics (see `measure`)."""
     model.train()
     device = next(model.parameters()).device
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
@@ -310,7 +314,7 @@ def train(
 
 
 def compute_gradients(
-    model, run: Run, images: Tensor, labels: Tensor, metrics: Tensor, batch_size: int
+    model, run: Run, images, labels, metrics: Tensor, batch_size: int
 ) -> None:
     """Compute the gradients of a step, in parts of `batch_size` images or fewer.
 
@@ -333,7 +337,7 @@ def compute_gradients(
 
 
 def agree(
-    run: Run, metrics, checkpoints: Checkpoints, watch: Watch, args, save=False
+    run: Run, metrics: Tensor, checkpoints, watch: Watch, args, save=False
 ) -> int:
     """Let the ranks decide together whether to stop or to save.
 
@@ -352,9 +356,8 @@ def agree(
             "try a smaller --learning-rate, or look at the data"
         )
     run.metrics = sums[:3].cpu()
-    if samples:
-        values = {"train/loss": loss / samples, "train/accuracy": correct / samples}
-        watch.log(run.scheduler.last_epoch, values)
+    values = {"train/loss": loss / samples, "train/accuracy": correct / samples}
+    watch.log(run.scheduler.last_epoch, values)
     at_step = run.step % args.save_steps == 0
     if save or stop or due or at_step:
         with watch.paused():
@@ -382,11 +385,13 @@ def finish(watch: Watch) -> None:
     dist.destroy_process_group()
 
 
-def until_stopped(batches, run: Run, device: torch.device, watch: Watch):
+def validation_batches(loader, run: Run, watch: Watch, args):
     """Yield the batches of a validation, unless Slurm asks to stop.
 
     The epoch is saved before, and the next start goes on with its validation.
     """
+    device = next(run.model.parameters()).device
+    batches = evaluation_batches(loader, args.batch_size, device)
     for number, batch in enumerate(watch.batches(batches)):
         if number % 20 == 0 and checkpoint.any_rank_must_stop(device):
             leave(run, watch)
@@ -442,9 +447,9 @@ def build_optimizer(
     # PyTorch/Classification/ConvNets/resnet50v1.5/README.md.
     # The rate follows the global batch: linear scaling, Goyal et al. 2017.
     learning_rate = args.learning_rate * global_batch_size / 256
-    parameters = [weight for weight in model.parameters() if weight.requires_grad]
-    decayed = [weight for weight in parameters if weight.ndim > 1]
-    others = [weight for weight in parameters if weight.ndim <= 1]  # biases and norms
+    decayed = [weight for weight in model.parameters() if weight.ndim > 1]
+    # Biases, and the weights of norms.
+    others = [weight for weight in model.parameters() if weight.ndim <= 1]
     optimizer = torch.optim.SGD(
         [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
         lr=learning_rate,
@@ -524,18 +529,6 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
         # Each block begins as the identity: Goyal et al. 2017, arXiv:1706.02677.
         options = {"zero_init_residual": True}
     return models.get_model(args.model, num_classes=classes, **options)
-
-
-def normalize(images: Tensor) -> Tensor:
-    """Return uint8 images as float32 of mean 0 and deviation 1, in channels_last."""
-    mean, std = mean_and_std(images.device)
-    return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
-
-
-@functools.cache  # made from numbers in every step, it would wait for the GPU
-def mean_and_std(device: torch.device) -> Tensor:
-    values = [[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]
-    return 255 * torch.tensor(values, device=device).view(2, 3, 1, 1)
 
 
 if __name__ == "__main__":

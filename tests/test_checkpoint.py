@@ -284,7 +284,7 @@ def test_the_best_one_stays(tmp_path, rank0):
             run.epoch = epoch
             checkpoints.save(run)
             if accuracy:
-                checkpoints.save_best(run, accuracy)
+                checkpoints.save_if_best(run, accuracy)
     assert run.best_accuracy == 0.5
     assert names(tmp_path) == ["best.pt", *files((3, 1))]
     assert is_from(torch.load(tmp_path / "best.pt", weights_only=True), 2, 1)
@@ -300,7 +300,7 @@ def test_got_further(tmp_path, rank0, monkeypatch):
     monkeypatch.setenv("GOT_FURTHER", str(further))
     with opened(folder) as (checkpoints, _):
         checkpoints.save(draw(1, 1))
-        checkpoints.save_best(draw(1, 1), 0.5)
+        checkpoints.save_if_best(draw(1, 1), 0.5)
         assert not further.exists()
         checkpoints.save(draw(1, 2))
         assert further.exists()
@@ -532,8 +532,14 @@ def test_recipe():
     others = {"workers": 3, "compile": True, "keep": 9, "timeout": 5, "save_steps": 2}
     fingerprint = {"images": SimpleNamespace(fingerprint="1a2b")}
     data = type("Data", (), {"__len__": lambda self: 99} | fingerprint)
-    recipe = checkpoint.get_recipe(SimpleNamespace(**settings, **others), data())
-    assert recipe == settings | {"samples": 99, "fingerprint of the data": "1a2b"}
+    recipe = checkpoint.get_recipe(
+        SimpleNamespace(**settings, **others), data(), data()
+    )
+    assert recipe == settings | {
+        "samples": 99,
+        "fingerprint of the training data": "1a2b",
+        "fingerprint of the validation data": "1a2b",
+    }
 
 
 MISFITS = {
@@ -612,7 +618,7 @@ def test_folder_that_is_gone(tmp_path, rank0):
         head, path = "cannot write", folder / files((1, 2))[0]
         line = refused(checkpoints.save, draw(1, 2))
         assert line == f"{head} {path}: No such file or directory"
-        line = refused(checkpoints.save_best, draw(1, 2), 0.5)
+        line = refused(checkpoints.save_if_best, draw(1, 2), 0.5)
         assert line == f"{head} {folder / 'best.pt'}: No such file or directory"
 
 
@@ -657,7 +663,7 @@ def fail_on_rank_0(folder: Path) -> list[str]:
     return [
         refused(on_a_file.load, RECIPE),
         refused(checkpoints.save, draw(1, 1, 2000)),
-        refused(checkpoints.save_best, draw(1, 1, 2000), 0.5),
+        refused(checkpoints.save_if_best, draw(1, 1, 2000), 0.5),
     ]
 
 
@@ -679,7 +685,7 @@ def go_on(folder: Path) -> dict:
     run = draw(2, 1)
     run.best_accuracy = dist.get_rank()  # to see whose is written
     checkpoints.save(run)
-    checkpoints.save_best(run, 0.5)
+    checkpoints.save_if_best(run, 0.5)
     assert is_from(checkpoint.read(folder / "best.pt"), 2, 1)  # at once, on all ranks
     return state
 

@@ -520,9 +520,10 @@ def test_limited_samples(tree):
 
 def load_trees(*trees: Path) -> str:
     """Return what a rank says, of which each has a tree of its own."""
-    mine = data.Images(trees[dist.get_rank()], "train")
+    args = options(data_dir=trees[dist.get_rank()], synthetic=False)
+    checkpoints = checkpoint.Checkpoints(trees[0] / "checkpoints", 3)
     try:
-        data.check_same_data(SimpleNamespace(images=mine))
+        checkpoints.load(checkpoint.get_recipe(args, *data.load_data(args)))
     except checkpoint.RunError as error:
         return str(error)
     return "the same"
@@ -982,8 +983,8 @@ def count_steps(folder: Path, steps: int) -> tuple:
     training = count_calls(
         lambda: main.train(ddp_model, run, batches, NO_BAR, checkpoints, watch, args)
     )
-    batches = data.evaluation_batches(valid_loader, 4, CPU)
-    batches = main.until_stopped(batches, run, CPU, watch)
+    args = options(batch_size=4)
+    batches = main.validation_batches(valid_loader, run, watch, args)
     return training, count_calls(lambda: main.evaluate(model, batches))
 
 
