@@ -117,8 +117,8 @@ fi
 if [[ ${1:-} == @* ]]; then
     line=$(sed -n "${SLURM_ARRAY_TASK_ID:?give --array}p" "${1#@}")
     [ -n "$line" ] || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID"
-    words=$(xargs -n1 printf '%s\n' <<< "$line") # a quote that is not closed ends the job
-    mapfile -t words <<< "$words"
+    mapfile -t words < <(xargs -n1 printf '%s\n' <<< "$line")
+    wait $! # a quote that is not closed ends the job
     set -- "${words[@]}" "${@:2}"
 elif [ "${SLURM_ARRAY_TASK_ID:-}" ]; then
     # Each task has a seed of its own, unless the arguments name one.
