@@ -100,7 +100,8 @@ export MASTER_ADDR MASTER_PORT
 
 # safe_sbatch names a commit: every node takes it to its own disk, and the job runs there.
 export GIT_COMMIT=${SLURM_GIT_COMMIT:-}
-unset SLURM_GIT_COMMIT # it is not for a job that this one submits
+# It is not for a job that this one submits.
+unset SLURM_GIT_COMMIT
 if [ -n "$GIT_COMMIT" ]; then
     code_checkpointing=$(git show "$GIT_COMMIT:./code_checkpointing.sh") ||
         fail "no commit $GIT_COMMIT in $PWD on $(hostname)"
@@ -118,7 +119,8 @@ if [[ ${1:-} == @* ]]; then
     line=$(sed -n "${SLURM_ARRAY_TASK_ID:?give --array}p" "${1#@}")
     [ -n "$line" ] || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID"
     mapfile -t words < <(xargs -n1 printf '%s\n' <<< "$line")
-    wait $! # a quote that is not closed ends the job
+    # A quote that is not closed ends the job.
+    wait $!
     set -- "${words[@]}" "${@:2}"
 elif [ "${SLURM_ARRAY_TASK_ID:-}" ]; then
     # Each task has a seed of its own, unless the arguments name one.
