@@ -5,6 +5,7 @@ Archives are ImageNet's three, Tiny ImageNet's zip, or a zip or tar of class fol
 
 import collections
 import os
+import re
 import socket
 import struct
 import tarfile
@@ -13,18 +14,15 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
-import numpy as np
-
 TRAIN = "ILSVRC2012_img_train.tar"  # a tar of a tar for each class
 VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
 IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PN")  # the first bytes of a JPEG, of a PNG
-HOST = socket.gethostname().split(".")[0]
+HOST = socket.gethostname()
 
 
 class StagingError(Exception):
-    """What a user can put right; its text is one line that says how."""
+    """What a user can put right; its text says how."""
 
 
 class Source(NamedTuple):
@@ -54,7 +52,7 @@ class Member(NamedTuple):
 class Devkit(NamedTuple):
     """What ImageNet's development kit says about the images."""
 
-    train_counts: dict[str, int]  # images of each class
+    train_images: int
     val_classes: list[str]  # of each image, in the order of their names
 
 
@@ -67,157 +65,146 @@ def find_source(path: Path) -> Source:
         found = [*path.glob("*.zip"), *path.glob("*.tar")]
         if len(found) != 1:
             raise StagingError(
-                f"{path} on {HOST} has {len(found)} archives, and no {TRAIN}: "
+                f"it has {len(found)} archives, and no {TRAIN}: "
                 "name one archive with --source or IMAGENET_DIR"
             )
         path = found[0]
     return Source(path, path)
 
 
-def list_class_tars(archive: Path) -> list[Member]:
-    """Return the tars of the classes, if it is ImageNet's training set."""
-    if archive.name != TRAIN:
-        return []
-    with open(archive, "rb") as file:
-        return list_tar(file, str(archive), archive.stat().st_size)
+def list_parts(archive: Path) -> list[tuple]:
+    """Return an archive's parts, to be copied in parallel: (start, end, class tar).
+
+    A part is a class of ImageNet's training set, or 64 MB of anything else.
+    """
+    size = archive.stat().st_size
+    parts = []
+    start = 0
+    if archive.name == TRAIN:
+        with open(archive, "rb") as file:
+            for class_tar in list_tar(file, TRAIN):
+                end = class_tar.offset + class_tar.size
+                parts.append((start, end, class_tar))
+                start = end
+    for at in range(start, size, 2**26):
+        parts.append((at, min(at + 2**26, size), None))
+    return parts
 
 
-def list_class(file: BinaryIO, archive: Path, class_tar: Member) -> list[Member]:
+def list_class(file: BinaryIO, class_tar: Member) -> list[Member]:
     """Return the images of a class of ImageNet's training set."""
     file.seek(class_tar.offset)
-    archive_name = f"{archive}: {class_tar.name}"
-    members = list_tar(file, archive_name, class_tar.offset + class_tar.size)
-    check_starts(file, archive_name, members)
+    archive = f"{TRAIN}: {class_tar.name}"
+    members = list_tar(file, archive)
+    check_starts(file, archive, members)
     folder = f"train/{class_tar.name.removesuffix('.tar')}"
     return [member._replace(name=f"{folder}/{member.name}") for member in members]
 
 
-def list_images(file: BinaryIO, archive: Path, devkit: Devkit | None) -> list[Member]:
-    """Return the images of any archive but ImageNet's training set.
-
-    `file` is the archive or a copy of it; errors name the archive.
-    """
-    if archive.suffix == ".zip":
+def list_images(file: BinaryIO, devkit: Devkit | None) -> list[Member]:
+    """Return the images of any archive but ImageNet's training set."""
+    archive = os.path.basename(file.name)
+    if archive.endswith(".zip"):
         members = list_zip(file, archive)
     else:
-        members = list_tar(file, str(archive), os.fstat(file.fileno()).st_size)
+        members = list_tar(file, archive)
     if devkit:
-        images = label_val(members, archive, devkit)
+        images = label_val(members, devkit)
     else:
-        found = [member for member in members if is_image(member.name)]
-        images = find_class_folders(found) or hold_out(found, archive)
-        images = label_tiny_val(images, members, file)
-    check_starts(file, str(archive), images)
+        images = find_class_folders(members, file) or hold_out(members, archive)
+    check_starts(file, archive, images)
     return images
 
 
-def list_tar(file: BinaryIO, archive_name: str, end: int) -> list[Member]:
-    """Return the files in the tar that lies from the file's position to `end`."""
+def list_tar(file: BinaryIO, archive: str) -> list[Member]:
+    """Return the files in the tar that lies at the file's position."""
     members = []
-    whole = False
     try:
         tar = tarfile.open(fileobj=file, mode="r:")
         while info := tar.next():
             tar.members.clear()  # it would keep a kilobyte of each
-            check_name(info.name, archive_name)
-            if info.isfile() and not info.issparse():
+            check_name(info.name, archive)
+            if info.isfile():
                 members.append(Member(info.name, info.offset_data, info.size))
             elif not info.isdir():
                 raise StagingError(
-                    f"{archive_name}: {info.name} is a link or a device: refused"
+                    f"{archive}: {info.name} is a link or a device: refused"
                 )
-        # tarfile takes a damaged header for the end.
+        # tarfile takes a damaged header for the end, which is 1024 zeros.
         file.seek(tar.offset)
-        whole = file.read(1024) == bytes(1024) and file.tell() <= end
+        if file.read(1024) != bytes(1024):
+            raise tarfile.ReadError
     except tarfile.TarError:
-        pass
-    if not whole:
         after = f"after {members[-1].name}" if members else "at its start"
-        raise StagingError(f"{archive_name} is cut, damaged or compressed, {after}")
+        raise StagingError(
+            f"{archive} is cut, damaged or compressed, {after}"
+        ) from None
     return members
 
 
-def list_zip(file: BinaryIO, archive: Path) -> list[Member]:
+def list_zip(file: BinaryIO, archive: str) -> list[Member]:
     """Return the files in a zip."""
     members = []
     try:
-        listed = zipfile.ZipFile(file).infolist()
-    except (zipfile.BadZipFile, ValueError) as error:
-        raise StagingError(f"{archive} is damaged: {error}: fetch it again") from None
-    for info in listed:
-        check_name(info.filename, str(archive))
-        # The bytes lie after this header and two fields, whose sizes it has. If bytes
-        # are missing before the zip's directory, offsets there become negative.
-        header = os.pread(file.fileno(), 30, max(info.header_offset, 0))
-        if info.header_offset < 0 or header[:4] != b"PK\3\4":
-            raise StagingError(
-                f"{archive} is cut or damaged at {info.filename}: fetch it again"
+        for info in zipfile.ZipFile(file).infolist():
+            check_name(info.filename, archive)
+            # The bytes lie behind this header and two fields, whose sizes it has.
+            header = os.pread(file.fileno(), 30, info.header_offset)
+            offset = (
+                info.header_offset + 30 + sum(struct.unpack_from("<HH", header, 26))
             )
-        name_size, extra_size = struct.unpack_from("<HH", header, 26)
-        offset = info.header_offset + 30 + name_size + extra_size
-        packed = info.compress_size
-        if info.compress_type == zipfile.ZIP_STORED:
-            packed = 0
-        if not info.is_dir():
+            packed = info.compress_size if info.compress_type else 0
             members.append(Member(info.filename, offset, info.file_size, packed))
+    # If bytes are missing in the middle, offsets are negative: that is an OSError.
+    except (zipfile.BadZipFile, struct.error, OSError, ValueError) as error:
+        raise StagingError(f"{archive} is damaged: {error}: fetch it again") from None
     return members
 
 
-def find_class_folders(members: list[Member]) -> list[Member]:
-    """Return the images in [any/folder/]train/CLASS/[any/folder/], and in val."""
+def find_class_folders(members: list[Member], file: BinaryIO) -> list[Member]:
+    """Return the images in [any/folder/]train/CLASS/[any/folder/], and in val.
+
+    Tiny ImageNet's val images all lie in one folder, and a text file has their classes.
+    """
+    class_of = {}
+    for member in members:
+        if member.name.endswith("/val_annotations.txt"):
+            lines = read_member(file, member, member.size).decode().splitlines()
+            class_of = dict(line.split("\t")[:2] for line in lines)
     images = []
     for member in members:
-        folders = PurePosixPath(member.name).parts
-        for i, folder in enumerate(folders[:-2]):
-            if folder in ("train", "val"):
-                images.append(member._replace(name="/".join(folders[i:])))
-                break
+        place = re.search("/(train|val)/([^/]+)/(.+)", f"/{member.name}")
+        if place and is_image(member.name):
+            split, class_name, name = place.groups()
+            class_name = class_of.get(name, class_name)
+            images.append(member._replace(name=f"{split}/{class_name}/{name}"))
     return images
 
 
-def hold_out(members: list[Member], archive: Path) -> list[Member]:
+def hold_out(members: list[Member], archive: str) -> list[Member]:
     """Return the images in [any/folder/]CLASS/, with every tenth one in val."""
-    print(
-        f"{HOST}: {archive.name} has no train and val folders: "
-        "every tenth image of a class is held out",
-        flush=True,
+    say(
+        f"{archive} has no train and val folders: "
+        "every tenth image of a class is held out"
     )
     seen = collections.Counter()
     images = []
     for member in sorted(members):
         path = PurePosixPath(member.name)
-        if class_name := path.parent.name:
+        class_name = path.parent.name
+        if class_name and is_image(member.name):
             seen[class_name] += 1
             split = "train" if seen[class_name] % 10 else "val"
             images.append(member._replace(name=f"{split}/{class_name}/{path.name}"))
     return images
 
 
-def label_tiny_val(
-    images: list[Member], members: list[Member], file: BinaryIO
-) -> list[Member]:
-    """Give Tiny ImageNet's validation images their classes, if it is Tiny ImageNet.
-
-    They lie all in one folder, and a text file says of which class they are.
-    """
-    labeled = {}
-    for member in members:
-        if member.name.endswith("/val_annotations.txt"):
-            text = read_member(file, member, member.size).decode()
-            for line in text.splitlines():
-                name, class_name = line.split("\t")[:2]
-                labeled[f"val/images/{name}"] = f"val/{class_name}/{name}"
-    return [
-        image._replace(name=labeled.get(image.name, image.name)) for image in images
-    ]
-
-
-def label_val(members: list[Member], archive: Path, devkit: Devkit) -> list[Member]:
+def label_val(members: list[Member], devkit: Devkit) -> list[Member]:
     """Return ImageNet's validation images, named after their classes."""
     labels = devkit.val_classes
     if len(members) != len(labels):
         raise StagingError(
-            f"{archive} has {len(members)} images, and {DEVKIT} {len(labels)} labels"
+            f"{VAL} has {len(members)} images, and {DEVKIT} says {len(labels)}"
         )
     return [
         member._replace(name=f"val/{label}/{member.name}")
@@ -236,14 +223,14 @@ def read_devkit(archive: Path | None) -> Devkit | None:
         with tarfile.open(archive) as tar:
             meta = loadmat(tar.extractfile(f"{folder}/meta.mat"), squeeze_me=True)
             truth = tar.extractfile(f"{folder}/ILSVRC2012_validation_ground_truth.txt")
-            numbers = [int(line) for line in truth]
+            numbers = truth.readlines()
         # A synset with children is no class.
-        leaves = [s for s in np.atleast_1d(meta["synsets"]) if s["num_children"] == 0]
-        class_of = {leaf["ILSVRC2012_ID"]: str(leaf["WNID"]) for leaf in leaves}
-        counts = {str(leaf["WNID"]): int(leaf["num_train_images"]) for leaf in leaves}
-        return Devkit(counts, [class_of[number] for number in numbers])
+        classes = [s for s in meta["synsets"] if s["num_children"] == 0]
+        name_of = {synset["ILSVRC2012_ID"]: str(synset["WNID"]) for synset in classes}
+        train_images = sum(int(synset["num_train_images"]) for synset in classes)
+        return Devkit(train_images, [name_of[int(number)] for number in numbers])
     except Exception as error:  # of tarfile, gzip, zlib, SciPy or NumPy
-        raise StagingError(f"{archive} is damaged: {error!r}: fetch it again") from None
+        raise StagingError(f"{DEVKIT} is damaged: {error!r}: fetch it again") from None
 
 
 def read_member(file: BinaryIO, member: Member, size: int) -> bytes:
@@ -253,52 +240,53 @@ def read_member(file: BinaryIO, member: Member, size: int) -> bytes:
     enough = min(member.packed, 2 * size + 512)
     packed = os.pread(file.fileno(), enough, member.offset)
     try:
-        return zlib.decompressobj(wbits=-zlib.MAX_WBITS).decompress(packed, size)
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, size)
     except zlib.error:
         return b""
 
 
-def check_name(name: str, archive_name: str) -> None:
+def check_name(name: str, archive: str) -> None:
     """Refuse what would be written outside of a folder or break a line of the log."""
     if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
         raise StagingError(
-            f"{archive_name}: a member's name, {name!r}, "
-            "leads elsewhere or cannot be printed"
+            f"{archive}: a member's name, {name!r}, leads elsewhere or is not printable"
         )
 
 
-def check_starts(file: BinaryIO, archive_name: str, images: list[Member]) -> None:
+def check_starts(file: BinaryIO, archive: str, images: list[Member]) -> None:
     """Refuse what is no image, by its first bytes."""
     for image in images:
         if read_member(file, image, 3) not in IMAGE_STARTS:
             raise StagingError(
-                f"{archive_name}: {image.name} is no JPEG and no PNG: "
+                f"{archive}: {image.name} is no JPEG and no PNG, or damaged: "
                 "convert it, or take it out"
             )
 
 
 def check_images(images: list[Member], source: Source, devkit: Devkit | None) -> None:
     """Are there images of each class, and as many as the development kit says?"""
-    counts = {"train": collections.Counter(), "val": collections.Counter()}
+    classes = {"train": [], "val": []}
     for image in images:
         split, class_name, _ = image.name.split("/", 2)
-        counts[split][class_name] += 1
-    if devkit and (different := counts["train"].items() ^ devkit.train_counts.items()):
-        name, _ = min(different)
+        classes[split].append(class_name)
+    if devkit and len(classes["train"]) != devkit.train_images:
         raise StagingError(
-            f"{source.train} has {counts['train'][name]} images of {name}, "
-            f"and {DEVKIT} {devkit.train_counts.get(name, 0)}"
+            f"{TRAIN} has {len(classes['train'])} images, "
+            f"and {DEVKIT} says {devkit.train_images}"
         )
-    if not counts["val"]:
-        raise StagingError(f"{source.val} has no val images in class folders")
-    if unknown := counts["val"].keys() - counts["train"].keys():
+    if not classes["val"]:
+        raise StagingError(f"{source.val.name} has no val images in class folders")
+    if unknown := set(classes["val"]).difference(classes["train"]):
         raise StagingError(
-            f"{source.val} has val images of {min(unknown)}, and none to train on"
+            f"{source.val.name} has val images of {min(unknown)}, and none to train on"
         )
 
 
 def is_image(name: str) -> bool:
-    """Is it an image, and not in a hidden folder or in what macOS adds to a zip?"""
+    """Is it an image, and not hidden, as is what macOS adds to a zip?"""
     path = f"/{PurePosixPath(name)}"  # without ./
-    hidden = "/." in path or "/__MACOSX" in path
-    return path.lower().endswith(IMAGE_SUFFIXES) and not hidden
+    return path.lower().endswith((".jpg", ".jpeg", ".png")) and "/." not in path
+
+
+def say(line: str) -> None:
+    print(f"{HOST}: {line}", flush=True)

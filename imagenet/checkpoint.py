@@ -88,9 +88,9 @@ class Checkpoints:
         Raises RunError where none is whole, where it is of another recipe, where the
         folder cannot be used, and where nodes have different data.
         """
-        recipes: list = [None] * dist.get_world_size()
+        recipes = [None] * dist.get_world_size()
         dist.all_gather_object(recipes, recipe)
-        if any(other != recipe for other in recipes):
+        if recipes.count(recipe) < len(recipes):
             raise RunError("not every node has the same data: stage it again")
         return do_on_rank_0(f"cannot use {self.folder}", self._load, recipe)
 

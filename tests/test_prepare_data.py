@@ -4,7 +4,6 @@ import contextlib
 import io
 import multiprocessing
 import os
-import pty
 import re
 import resource
 import shutil
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import termios
 import zipfile
 from pathlib import Path
 
@@ -42,7 +40,7 @@ from data import BadImage, Images, Synthetic  # noqa: E402
 
 # pytest shows all warnings.
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding")
-HOST = socket.gethostname().split(".")[0]
+HOST = socket.gethostname()
 TRAIN, VAL, DEVKIT = (
     "ILSVRC2012_img_train.tar",
     "ILSVRC2012_img_val.tar",
@@ -243,7 +241,7 @@ def test_every_layout_in_every_form(layout, tmp_path):
     assert Images(extracted, "val").fingerprint == Images(copied, "val").fingerprint
     # What was resized is staged as any archive is.
     for again, flags in ((tmp_path / "rc", ()), (tmp_path / "re", ("--extract",))):
-        run(resized / "images.tar", again, *flags)
+        run(resized / "images.zip", again, *flags)
         once, twice = Images(resized, "train"), Images(again, "train")
         assert once.fingerprint == twice.fingerprint
         assert all(torch.equal(once.read(i), twice.read(i)) for i in range(len(once)))
@@ -382,7 +380,7 @@ def test_done_already(imagenet, data_dir, flags):
 
 def test_another_form_or_source(imagenet, damaged, data_dir):
     run(imagenet.source, data_dir)
-    message = f"{data_dir} on {HOST} .* has something else in it"
+    message = f"{data_dir} on {HOST}: it has something else in it"
     refused(imagenet.source, data_dir, "--extract", message=message)
     refused(imagenet.source, data_dir, "--resize=32", message=message)
     os.utime(damaged / TRAIN)  # another file of the same size
@@ -393,7 +391,7 @@ def test_another_form_or_source(imagenet, damaged, data_dir):
 @pytest.mark.parametrize("flags", FORMS)
 def test_what_others_have_put_there(imagenet, data_dir, flags):
     """Also while it stages, and only an empty folder is taken."""
-    message = f"{data_dir} on {HOST} .* has something else in it"
+    message = f"{data_dir} on {HOST}: it has something else in it"
     data_dir.mkdir()
     (data_dir / "mine").write_text("mine")
     refused(imagenet.source, data_dir, *flags, message=message)
@@ -404,7 +402,7 @@ def test_what_others_have_put_there(imagenet, data_dir, flags):
 
     hook = at("open", "index.json", put)
     output = run(imagenet.source, data_dir, *flags, hook=hook, exit_code=1)
-    assert f" in {data_dir} on {HOST}: [Errno 39] Directory not empty: " in output
+    assert re.search(message, output), output
     assert contents(data_dir.parent) == {"data", "data/mine"}
     (data_dir / "mine").unlink()
     run(imagenet.source, data_dir, *flags)
@@ -487,24 +485,35 @@ def test_interrupted(imagenet, data_dir, flags):
         data_dir,
         *flags,
         hook=hook,
-        exit_code=130,
         message="interrupted",
     )
 
 
-def test_two_at_once(imagenet, damaged, data_dir):
-    """The second takes the place of the first, and neither gets the other's files."""
+@pytest.mark.parametrize("same", [True, False])
+def test_two_at_once(imagenet, damaged, data_dir, same):
+    """The first to be whole stays. The other takes it, or says that it is another."""
+    other = imagenet.source if same else damaged
     os.utime(damaged / TRAIN)
 
     def stage_another() -> None:
-        subprocess.run(command(damaged, data_dir), check=True, env=environment())
+        subprocess.run(command(other, data_dir), check=True, env=environment())
 
     hook = at("open", "train.npy", stage_another)
-    output = run(imagenet.source, data_dir, hook=hook, exit_code=1)
-    assert output.count("prepare_data.py: error: cannot stage") == 1, output
+    output = run(imagenet.source, data_dir, hook=hook, exit_code=0 if same else 1)
+    assert same or f"{data_dir} on {HOST}: it has something else in it" in output
     assert {path.name for path in data_dir.parent.iterdir()} == {"data"}
-    assert "staged already" in run(damaged, data_dir)
+    assert "staged already" in run(other, data_dir)
     check(imagenet, data_dir)
+
+
+def test_what_another_node_is_staging(imagenet, data_dir):
+    """Where they share a disk; there is no such process on this node."""
+    other = Path(f"{data_dir}.unfinished-{HOST}2.{2**30}")
+    killed = Path(f"{data_dir}.unfinished-{HOST}.{2**30}")
+    for folder in (other, killed):
+        (folder / "train").mkdir(parents=True)
+    run(imagenet.source, data_dir)
+    assert set(data_dir.parent.iterdir()) == {data_dir, other}
 
 
 # What is refused.
@@ -514,7 +523,7 @@ def test_nothing_there(tmp_path, data_dir):
     message = f"cannot stage .* on {HOST}: .*No such file or directory: '.*/nowhere'"
     refused(tmp_path / "nowhere", data_dir, message=message)
     (tmp_path / "empty").mkdir()
-    message = f"empty on {HOST} has 0 archives, and no {TRAIN}"
+    message = f"empty in .* on {HOST}: it has 0 archives, and no {TRAIN}"
     refused(tmp_path / "empty", data_dir, message=message)
     (tmp_path / "mine.tar.gz").write_bytes(tar_bytes({"train/a/1.jpg": JPEG}, "w:gz"))
     refused(tmp_path / "mine.tar.gz", data_dir, message="or compressed, at its start")
@@ -556,19 +565,9 @@ def test_cut_at_its_end(damaged, data_dir, ends_with):
     refused(damaged, data_dir, message=f"{VAL} is cut.* after .*_00000012.JPEG")
 
 
-def test_the_last_class_cut_at_its_end(damaged, data_dir):
-    """After it comes the end of the whole archive, which looks the same."""
-    with tarfile.open(damaged / TRAIN) as outer:
-        tars = {member.name: outer.extractfile(member).read() for member in outer}
-    content = tars["n00000004.tar"].rstrip(b"\0")
-    tars["n00000004.tar"] = content + bytes(-len(content) % 512)
-    (damaged / TRAIN).write_bytes(tar_bytes(tars))
-    message = f"{TRAIN}: n00000004.tar is cut.* after n00000004_5.JPEG"
-    refused(damaged, data_dir, message=message)
-
-
 def test_cut_while_it_is_copied(damaged, data_dir):
-    hook = at("open", VAL, lambda: os.truncate(damaged / VAL, 5000))
+    archive = damaged / VAL
+    hook = at("open", str(archive), lambda: os.truncate(archive, 5000))
     refused(damaged, data_dir, message=f"{VAL} has become shorter", hook=hook)
 
 
@@ -607,15 +606,15 @@ def edit_tars(damaged: Path, edit) -> None:
     [
         (
             lambda tars: tars.pop("n00000002.tar"),
-            f"{TRAIN} has 0 images of n00000002, and {DEVKIT} 6",
+            f"{TRAIN} has 18 images, and {DEVKIT} says 24",
         ),
         (
             lambda tars: tars.update({"n7.tar": {"n7_0.JPEG": JPEG}}),
-            f"{TRAIN} has 1 images of n7, and {DEVKIT} 0",
+            f"{TRAIN} has 25 images, and {DEVKIT} says 24",
         ),
         (
             lambda tars: tars["n00000002.tar"].popitem(),
-            f"{TRAIN} has 5 images of n00000002, and {DEVKIT} 6",
+            f"{TRAIN} has 23 images, and {DEVKIT} says 24",
         ),
         (
             lambda tars: tars["n00000003.tar"].update({"n00000003_1.JPEG": b"text"}),
@@ -629,13 +628,13 @@ def edit_tars(damaged: Path, edit) -> None:
 )
 def test_wrong_train_archive(damaged, data_dir, edit, message, flags):
     edit_tars(damaged, edit)
-    refused(damaged, data_dir, *flags, message=f".*{message}")
+    refused(damaged, data_dir, *flags, message=message)
 
 
 @pytest.mark.parametrize(
     "truth, message",
     [
-        ("1\n" * 11, f"{VAL} has 12 images, and {DEVKIT} 11 labels"),
+        ("1\n" * 11, f"{VAL} has 12 images, and {DEVKIT} says 11"),
         ("1\n" * 11 + "7\n", rf"{DEVKIT} is damaged: KeyError\(7\)"),
     ],
 )
@@ -695,7 +694,7 @@ def test_damaged_in_a_zip(tmp_path, data_dir, flags):
     content = bytearray(path.read_bytes())
     content[end - 60 : end] = b"\xff" * 60
     path.write_bytes(content)
-    refused(path, data_dir, *flags, message=f"mine.zip is damaged at {name}")
+    refused(path, data_dir, *flags, message=f"mine.zip in .* is damaged at {name}")
 
 
 @pytest.mark.parametrize("flags", FORMS)
@@ -797,7 +796,7 @@ def test_full_disk(large, tmp_path, flags):
         # When all archives have their room, and in the middle of images.
         name = "n00000020_7.JPEG" if "--extract" in flags else "train.npy"
         if "--resize" in flags:
-            name = "images.tar"
+            name = "images.zip"
         output = run(
             large.source, data_dir, *flags, exit_code=1, hook=at("open", name, fill)
         )
@@ -825,21 +824,6 @@ def test_file_size_limit(imagenet, data_dir):
     assert result.returncode == 1 and result.stderr.count("\n") == 1, result.stderr
     assert "File too large" in result.stderr
     assert not contents(data_dir.parent)
-
-
-def test_folder_of_another_user(imagenet, tmp_path):
-    shared = tmp_path / "tmp"
-    shared.mkdir()
-    shared.chmod(0o1777)
-    (shared / "data").mkdir()
-    os.chown(shared / "data", 1234, 1234)
-    message = f"{shared}/data on {HOST} is another user's"
-    refused(imagenet.source, shared / "data", message=message)
-    (shared / "link").symlink_to(shared / "data")
-    os.chown(shared / "link", 1234, 1234, follow_symlinks=False)
-    message = f"{shared}/link on {HOST} is another user's"
-    refused(imagenet.source, shared / "link", message=message)
-    run(imagenet.source, shared / "mine")
 
 
 @pytest.mark.parametrize("name", ["link/data", "/proc/data", "file/data"])
@@ -885,7 +869,7 @@ def test_undecodable_when_read(undecodable, data_dir, flags):
 
 
 def test_undecodable_when_resized(undecodable, data_dir):
-    message = rf"cannot decode image .*{TRAIN}: train/n00000003/n00000003_4.JPEG: "
+    message = "cannot decode image train/n00000003/n00000003_4.JPEG: "
     refused(undecodable, data_dir, "--resize=32", message=message)
 
 
@@ -931,7 +915,7 @@ def test_what_ended_jobs_have_left(imagenet, data_dir, jobs, tmp_path):
     assert running.exists() and other.exists() and no_job.exists()
     assert not ended.exists()
     called = (tmp_path / "bin" / "squeue.called").read_text()
-    assert "--all" in called and f"--user={os.geteuid()}" in called
+    assert "--all" in called and "--me" in called
 
 
 @pytest.mark.parametrize("why", ["no list", "no job", "another user's"])
@@ -956,28 +940,9 @@ def test_lines_in_a_file(large, data_dir):
         found = [line for line in tenths if f" {step} " in line]
         assert 5 <= len(found) <= 10, tenths
         for line in found:
-            assert re.fullmatch(rf"{HOST}: {step} \d+% after \d+ s", line), line
+            assert re.fullmatch(rf"{HOST}: {step} \d+%", line), line
     line = rf"{HOST}: staged 1720 images in {data_dir} after \d+\.\d s"
     assert re.fullmatch(line, last), last
-
-
-def test_bar_in_a_terminal(imagenet, data_dir):
-    leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (25, 80))
-    process = subprocess.Popen(
-        command(imagenet.source, data_dir),
-        stdin=follower,
-        stdout=follower,
-        stderr=follower,
-        env=environment(),
-    )
-    os.close(follower)
-    output = b""
-    with contextlib.suppress(OSError):  # the end of a terminal
-        while piece := os.read(leader, 1000):
-            output += piece
-    assert process.wait() == 0
-    assert b"%|" in output and b"copied" not in output, output
 
 
 def test_help():
@@ -997,11 +962,6 @@ def test_defaults_come_from_slurm(imagenet, tmp_path):
     env = environment(SLURM_TMPDIR=str(tmp_path), IMAGENET_DIR=str(imagenet.source))
     subprocess.run([sys.executable, SCRIPT], env=env, check=True)
     check(imagenet, tmp_path / "data")
-
-
-def test_no_size(imagenet, data_dir):
-    output = run(imagenet.source, data_dir, "--resize=0", exit_code=2)
-    assert "--resize must be at least 1" in output
 
 
 # The stand-in.
