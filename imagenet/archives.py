@@ -122,7 +122,6 @@ def list_tar(file: BinaryIO, archive: str) -> list[Member]:
     try:
         tar = tarfile.open(fileobj=file, mode="r:")
         while info := tar.next():
-            tar.members.clear()  # it would keep a kilobyte of each
             check_name(info.name, archive)
             if info.isfile():
                 members.append(Member(info.name, info.offset_data, info.size))

@@ -254,11 +254,8 @@ def get_recipe(
         "model image_size epochs batch_size accumulate learning_rate weight_decay seed"
     )
     recipe = {name: getattr(args, name) for name in names.split()}
-    return recipe | {
-        "samples": len(train_set),
-        "fingerprint of the training data": train_set.images.fingerprint,
-        "fingerprint of the validation data": valid_set.images.fingerprint,
-    }
+    data = f"{train_set.images.fingerprint} {valid_set.images.fingerprint}"
+    return recipe | {"samples": len(train_set), "fingerprints of the data": data}
 
 
 def default_checkpoint_dir() -> Path:

@@ -137,9 +137,7 @@ class Synthetic:
     Another seed gives other images of the same classes.
     """
 
-    def __init__(
-        self, samples: int, classes: int, seed: int = 0, resolution: int = 256
-    ):
+    def __init__(self, samples: int, classes: int, seed: int, resolution: int):
         self.seed, self.resolution = seed, resolution
         self.longest = resolution + resolution // 4
         self.classes = [f"colour {i}" for i in range(classes)]

@@ -536,8 +536,7 @@ def test_recipe():
     )
     assert recipe == settings | {
         "samples": 99,
-        "fingerprint of the training data": "1a2b",
-        "fingerprint of the validation data": "1a2b",
+        "fingerprints of the data": "1a2b 1a2b",
     }
 
 
