@@ -132,19 +132,19 @@ def decode(data: Tensor) -> Tensor:
 
 
 class Synthetic:
-    """Images to learn from, drawn from a seed: a colour a class, hidden in noise.
+    """Images of ten classes, drawn from a seed: a colour a class, hidden in noise.
 
     Another seed gives other images of the same classes.
     """
 
-    def __init__(self, samples: int, classes: int, seed: int, resolution: int):
+    def __init__(self, samples: int, seed: int, resolution: int):
         self.seed, self.resolution = seed, resolution
         self.longest = resolution + resolution // 4
-        self.classes = [f"colour {i}" for i in range(classes)]
-        self.labels = np.arange(samples) % classes
-        self.fingerprint = f"synthetic {samples, classes, seed, resolution}"
+        self.classes = [f"colour {i}" for i in range(10)]
+        self.labels = np.arange(samples) % 10
+        self.fingerprint = f"synthetic {samples, seed, resolution}"
         rng = np.random.default_rng(11)  # its first ten colours are far apart
-        self.colors = rng.integers(128, size=(classes, 3, 1, 1), dtype=np.uint8)
+        self.colors = rng.integers(128, size=(10, 3, 1, 1), dtype=np.uint8)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -209,8 +209,8 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
     size = args.image_size * 256 // 224
     try:
         if args.synthetic:
-            train = Synthetic(args.limit_train_samples or 2304, 10, 0, size)
-            valid = Synthetic(args.limit_valid_samples or 256, 10, 1, size)
+            train = Synthetic(args.limit_train_samples or 2304, 0, size)
+            valid = Synthetic(args.limit_valid_samples or 256, 1, size)
         else:
             train = Images(args.data_dir, "train")
             valid = Images(args.data_dir, "val")

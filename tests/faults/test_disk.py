@@ -104,7 +104,7 @@ def test_checkpoint_of_another_run(user, tmp_path, change):
     _, (newest, *_) = stopped(user, folder)
     other = {
         "model": (["--model=resnet18"], "with model shufflenet_v2_x0_5, not resnet18"),
-        "data": ([], "with fingerprint of the data"),
+        "data": ([], "with fingerprints of the data"),
         "seed": (["--seed=1"], "with seed 0, not 1"),
         "batch size": (["--batch-size=4"], "with batch_size 5, not 4"),
         "entry": ([], "does not fit --model shufflenet_v2_x0_5: "),
