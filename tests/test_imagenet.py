@@ -221,7 +221,7 @@ def test_torchrun_elastic(user, tmp_path):
         (["--epochs=0"], r"argument --epochs: must be at least 1: 0"),
         (
             ["--model=resnet5"],
-            r"argument --model: torchvision.models has no resnet5",
+            r"argument --model: invalid choice: 'resnet5' \(choose from .*'resnet50'",
         ),
     ],
 )

@@ -899,7 +899,7 @@ def whole_batches() -> dict[int, tuple]:
         (1, 12, 5, [3]),
         (2, 12, 3, [2, 2]),
         (3, 10, 4, [1, 1, 1]),  # shares of 4, 3 and 3
-        (3, 10, 3, [2, 2, 2]),  # the first needs two parts for its share
+        (3, 10, 3, [2, 1, 1]),  # the first needs two parts for its share
         (3, 10, 1, [4, 3, 3]),
     ],
 )
@@ -1029,7 +1029,7 @@ def agree_at_paces(folder: Path) -> list[int]:
         (0.3, 10**6),
         (99, 7),
     ):
-        metrics = torch.zeros(3, dtype=torch.float64)
+        metrics = torch.ones(3, dtype=torch.float64)
         watch = NoWatch(pace * 2 * (dist.get_rank() == 0))
         args = options(save_steps=save_steps)
         intervals.append(main.agree(run, metrics, checkpoints, watch, args))
