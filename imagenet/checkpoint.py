@@ -144,7 +144,7 @@ class Checkpoints:
         return None
 
     def _save(self, state: dict, path: Path) -> None:
-        if path.exists():  # from an earlier start, perhaps: that is no progress
+        if path.exists():  # an earlier start wrote it: this one made no progress
             return
         write(state, path)
         if "GOT_FURTHER" in environ:  # for job.sh
@@ -215,8 +215,8 @@ def read(path: Path) -> dict:
     # An error of the disk, or too little memory, is no damage of the file.
     content = io.BytesIO(path.read_bytes())
     try:
-        # torch.save writes a CRC of each tensor. torch.load does not look at it, and
-        # reads nothing where the attributes say that this is a folder.
+        # torch.save writes a CRC of each tensor, and torch.load does not look at it. A
+        # flipped bit may also make a folder of a tensor, which then is not read at all.
         with zipfile.ZipFile(content) as file:
             if file.testzip() or any(part.external_attr for part in file.infolist()):
                 raise ValueError("its content does not match its CRC")

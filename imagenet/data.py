@@ -231,15 +231,15 @@ def build_loader(data_set: Augmented, workers: int) -> DataLoader:
     """
     loader = DataLoader(
         data_set,
-        batch_sampler=[],  # `load` fills it for each epoch
+        batch_sampler=[],  # `load` fills this very list for each epoch
         num_workers=workers,
         multiprocessing_context="fork" if workers else None,
         persistent_workers=workers > 0,
         worker_init_fn=ignore_signals,
     )
     if workers:
-        # Their sockets are there. Made before the fork, it is this process's folder,
-        # which removes it: a killed worker would leave a folder of its own.
+        # The workers' sockets lie in a temporary folder. Made before the fork, it is
+        # this process's, which removes it. A killed worker would leave its own.
         multiprocessing.util.get_temp_dir()
         iter(loader)  # starts them
         atexit.register(end_workers)

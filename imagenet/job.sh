@@ -54,7 +54,7 @@ rm -f "$GOT_FURTHER"
 this_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 finish() {
     status=$?
-    # Slurm ends the job, and knows whether it comes back. Ranks may still be saving.
+    # Slurm ends this job, and it decides about a requeue. Ranks may still be saving.
     [ -z "${ended_by_slurm:-}" ] || exit "$status"
     [ ! -e "$GOT_FURTHER" ] || got_further=yes
     until scontrol ping > /dev/null; do
@@ -69,7 +69,7 @@ finish() {
         rm -rf "$SLURM_TMPDIR"
     fi
     if [ "$status" = 0 ]; then
-        # Slurm 24.11 would start a job again that was preempted once.
+        # Slurm 24.11 would start a finished job again if it was preempted once.
         scontrol update JobId="$this_job" Requeue=0 || true
     elif [[ ${got_further:-} || $(scontrol show job "$this_job") == *PreemptTime=2* ]]; then
         echo "job.sh: status $status: to be requeued"

@@ -118,7 +118,7 @@ def main() -> None:
     checkpoints = Checkpoints(args.checkpoint_dir, args.keep)
     recipe = checkpoint.get_recipe(args, train_set, valid_set)
     saved = checkpoints.load(recipe)
-    if saved:  # perhaps by another number of GPUs: the global batch stays as it was
+    if saved:  # the global batch stays, also on another number of GPUs
         global_batch_size = saved["global_batch_size"]
     steps = count_steps(len(train_set), global_batch_size, world_size)
     logging.info(
@@ -136,7 +136,7 @@ def main() -> None:
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # backward() averages the gradients over all ranks while it computes the rest.
     ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # Or each step would broadcast BatchNorm's statistics. train() does it at its end.
+    # DDP would broadcast BatchNorm's statistics in each step. train() does it once.
     ddp_model.broadcast_buffers = False
 
     checkpoint.settle_buckets(ddp_model, args.image_size)
@@ -292,7 +292,7 @@ def train(
     if dist.get_rank() == 0:  # which counts what was done before this start
         metrics += run.metrics.to(device)
     optimizer, scheduler = run.optimizer, run.scheduler
-    # Not before the first step: a start that is asked to stop then gets further, too.
+    # Not before the first step: so even a start that is stopped at once gets further.
     next_agreement = run.step + 1
     for images, labels in batches:
         if run.step == next_agreement:

@@ -48,13 +48,15 @@ class Watch:
             batch = next(batches, None)
             self.usage.waits.append((begin, self.usage.now()))
             # The first step may compile, which takes longer than a hang.
+            compiling = self.compiles and not self.steps
             self.hangs.tick(
-                "works on a batch, or waits there for other ranks",
-                may_be_slow=self.compiles and self.steps == 0,
+                "works on a batch, or waits there for other ranks", compiling
             )
             if batch is None:
                 return
             yield batch
+            if compiling:  # on a GPU, this rank may be here long before the others
+                dist.barrier()
             self.steps += 1
             if self.profile:
                 self.profile.step()

@@ -87,7 +87,7 @@ def main() -> None:
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # backward() averages the gradients over all ranks while it computes the rest.
     ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # Or each step would broadcast BatchNorm's statistics. train() does it at its end.
+    # DDP would broadcast BatchNorm's statistics in each step. train() does it once.
     ddp_model.broadcast_buffers = False
 
     for epoch in range(1, args.epochs + 1):
