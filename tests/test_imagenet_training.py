@@ -592,7 +592,7 @@ def test_interrupted(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
     assert status in (-signal.SIGINT, 128 + signal.SIGINT, 1), status
     assert not [pid for pid in workers if alive(pid)]
-    # A worker that was just sending a batch has a traceback of its own, of a broken pipe.
+    # A worker that was just sending a batch tells of a broken pipe, in a traceback.
     text = log.read_text()
     assert text.count("KeyboardInterrupt") <= 1 and "DataLoader worker" not in text
     assert not list(temporary.glob("pymp-*"))
