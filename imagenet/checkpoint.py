@@ -289,21 +289,20 @@ def any_rank_must_stop(device: torch.device) -> bool:
     return bool(stop)
 
 
-def log_weights(model: nn.Module) -> None:
-    """Say what came out: a SHA-256, equal only if all weights are, and of which commit.
-
-    That is safe_sbatch's commit, or the one checked out, "-dirty" if files differ.
-    """
-    if dist.get_rank() != 0:
-        return
-    sha = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        sha.update(tensor.cpu().numpy().tobytes())
+def find_commit() -> str:
+    """Return safe_sbatch's commit, or the one checked out, "-dirty" if files differ."""
     git = "git describe --always --dirty --abbrev=40 --exclude='*' || echo unknown"
     answer = subprocess.run(
         git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
     )
-    commit = environ.get("GIT_COMMIT") or answer.stdout.strip()
+    return environ.get("GIT_COMMIT") or answer.stdout.strip()
+
+
+def log_weights(model: nn.Module, commit: str) -> None:
+    """Say what came out of which commit. The SHA-256 is equal if all weights are."""
+    sha = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        sha.update(tensor.cpu().numpy().tobytes())
     logging.info(f"Weights SHA-256 {sha.hexdigest()}, commit {commit}")
 
 

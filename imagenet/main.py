@@ -50,10 +50,8 @@ def parse_args() -> argparse.Namespace:
     )
     # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
     data_dir = f"{environ.get('SLURM_TMPDIR', '.')}/data"
-    checkpoints = checkpoint.default_checkpoint_dir()
     # Those two return more than logits.
-    others = ["googlenet", "inception_v3"]
-    known = models.list_models(module=models, exclude=others)
+    known = models.list_models(module=models, exclude=["googlenet", "inception_v3"])
     cpus = int(environ.get("SLURM_CPUS_PER_TASK", "0")) or len(os.sched_getaffinity(0))
     add = parser.add_argument
     add("--data-dir", default=data_dir, help="folder that prepare_data.py has filled")
@@ -81,13 +79,13 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=at_least(0), default=0, help="seed of everything random")
     add("--compile", action="store_true", help="a slow start, then faster steps")
     add("--workers", type=at_least(0), default=cpus, help="decoding processes per GPU")
-    add("--checkpoint-dir", type=Path, default=checkpoints, help="of this run alone")
     add(
-        "--save-minutes",
-        type=at_least(0.0),
-        default=10.0,
-        help="minutes between checkpoints",
+        "--checkpoint-dir",
+        type=Path,
+        default=checkpoint.default_checkpoint_dir(),
+        help="of this run alone",
     )
+    add("--save-minutes", type=at_least(0.0), default=10.0, help="between checkpoints")
     add(
         "--save-steps",
         type=at_least(1),
@@ -106,6 +104,7 @@ def main() -> None:
     check_task()
     set_ranks()
     setup_logging()
+    commit = checkpoint.find_commit()  # which may change while this trains
     logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
     train_set, valid_set = load_data(args)
     loaders = [build_loader(part, args.workers) for part in (train_set, valid_set)]
@@ -147,7 +146,7 @@ def main() -> None:
     watch = Watch(checkpoints.folder, device, args, scheduler.last_epoch)
     checkpoint.catch_stop_signals()
     run_epochs(ddp_model, run, *loaders, steps, checkpoints, watch, args)
-    checkpoint.log_weights(model)
+    checkpoint.log_weights(model, commit)
     finish(watch)
 
 
@@ -217,7 +216,7 @@ def setup_distributed(timeout: float) -> torch.device:
     device = find_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        check_port()
+        check_master_addr()
         limit = timedelta(seconds=timeout)
         store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
         dist.init_process_group(
@@ -273,13 +272,11 @@ def find_device() -> torch.device:
     return device
 
 
-def check_port() -> None:
-    """Raise OSError if rank 0 cannot listen. c10d would take minutes to say so."""
+def check_master_addr() -> None:
+    """Raise OSError if rank 0 is not there. c10d would take minutes to say so."""
     if environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in environ:
-        family, *_, address = socket.getaddrinfo(
-            environ["MASTER_ADDR"], environ["MASTER_PORT"]
-        )[0]
-        socket.create_server(address, family=family).close()
+        family, *_, address = socket.getaddrinfo(environ["MASTER_ADDR"], 0)[0]
+        socket.socket(family).bind(address)
 
 
 def train(

@@ -126,8 +126,8 @@ class HangWatch:
         except RuntimeError as error:
             reason = str(error).split("\n")[0]
             logging.warning(
-                "warning: a rank that is stopped will not be named: "
-                f"the ranks cannot reach each other with gloo: {reason}"
+                "warning: a rank that is stopped will not be named: the ranks cannot "
+                f"reach each other with gloo, see GLOO_SOCKET_IFNAME: {reason}"
             )
             return None
 

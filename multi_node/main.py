@@ -135,7 +135,7 @@ def setup_distributed() -> torch.device:
     device = find_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        check_port()
+        check_master_addr()
         dist.init_process_group(backend, device_id=device)
     except (OSError, RuntimeError) as error:
         fail(
@@ -181,13 +181,11 @@ def find_device() -> torch.device:
     return device
 
 
-def check_port() -> None:
-    """Raise OSError if rank 0 cannot listen. c10d would take minutes to say so."""
+def check_master_addr() -> None:
+    """Raise OSError if rank 0 is not there. c10d would take minutes to say so."""
     if environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in environ:
-        family, *_, address = socket.getaddrinfo(
-            environ["MASTER_ADDR"], environ["MASTER_PORT"]
-        )[0]
-        socket.create_server(address, family=family).close()
+        family, *_, address = socket.getaddrinfo(environ["MASTER_ADDR"], 0)[0]
+        socket.socket(family).bind(address)
 
 
 def train(model, optimizer, scheduler, batches, bar: tqdm) -> Tensor:

@@ -1,5 +1,6 @@
 """Fixtures: a clone of the repository, small archives, and a real Slurm cluster."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -116,9 +117,9 @@ def archive(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def cluster(pytestconfig, clone):
-    """Three nodes with four GPUs each, on this machine."""
+@contextlib.contextmanager
+def start_cluster(pytestconfig, bind_tasks: bool):
+    """Start three nodes with four GPUs each, on this machine."""
     if reason := slurm.missing_requirements():
         # Where the README's test command has installed everything,
         # nothing may be skipped.
@@ -130,7 +131,12 @@ def cluster(pytestconfig, clone):
     generation = {name: pytestconfig.getoption(name) for name in ("slurm", "proctrack")}
     generation = {name: value for name, value in generation.items() if value}
     running, supervisor = slurm.start(
-        nodes=3, gpus=4, cpus=64, lifeline=read_end, **generation
+        nodes=3,
+        gpus=4,
+        cpus=64,
+        lifeline=read_end,
+        bind_tasks=bind_tasks,
+        **generation,
     )
     os.close(read_end)
     yield running
@@ -138,12 +144,32 @@ def cluster(pytestconfig, clone):
     supervisor.wait()
 
 
-@pytest.fixture(scope="session")
-def jobs(cluster, clone, archive, tmp_path_factory) -> Jobs:
-    jobs = Jobs(cluster, clone, archive, tmp_path_factory.mktemp("logs"))
+def start_jobs(cluster, clone, archive, logs: Path) -> Jobs:
+    jobs = Jobs(cluster, clone, archive, logs)
     result = jobs.run(["uv", "sync", "--locked"], timeout=1200)
     assert result.exit_code == 0, result
     return jobs
+
+
+@pytest.fixture(scope="session")
+def cluster(pytestconfig, clone):
+    """Slurm binds no task to CPUs: the first one of every node would get the same."""
+    with start_cluster(pytestconfig, bind_tasks=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def jobs(cluster, clone, archive, tmp_path_factory) -> Jobs:
+    return start_jobs(cluster, clone, archive, tmp_path_factory.mktemp("logs"))
+
+
+@pytest.fixture(scope="session")
+def binding_jobs(pytestconfig, clone, archive, tmp_path_factory):
+    """On a cluster that binds tasks to their CPUs, as most do, but for these jobs."""
+    with start_cluster(pytestconfig, bind_tasks=True) as cluster:
+        jobs = start_jobs(cluster, clone, archive, tmp_path_factory.mktemp("logs"))
+        jobs.env["SLURM_CPU_BIND"] = "none"
+        yield jobs
 
 
 @pytest.fixture(scope="session")

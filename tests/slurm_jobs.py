@@ -79,9 +79,6 @@ class Jobs:
         self.env |= cluster.env | {
             "CIFAR10_ARCHIVE": str(archive),
             "PYTHONPATH": str(REPOSITORY / "tests" / "any_checksum"),
-            # Slurm binds the first task on a node to its first CPU:
-            # here, of all nodes to the same one.
-            "SLURM_CPU_BIND": "none",
         }
 
     def run(

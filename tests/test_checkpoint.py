@@ -704,7 +704,9 @@ def test_every_rank_goes_on_from_the_same_one(tmp_path):
 def told(caplog, weights: dict) -> tuple[str, str]:
     """Return the digest and the commit that rank 0 tells of these weights."""
     caplog.set_level(logging.INFO)
-    checkpoint.log_weights(SimpleNamespace(state_dict=lambda: weights))
+    checkpoint.log_weights(
+        SimpleNamespace(state_dict=lambda: weights), checkpoint.find_commit()
+    )
     line = caplog.messages[-1]
     return re.fullmatch("Weights SHA-256 ([0-9a-f]{64}), commit (.*)", line).groups()
 

@@ -21,6 +21,11 @@ UNBOUND = {}  # where a node's tasks ask for more CPUs than are really there
 NO_GPU = ("all ranks", "no GPU found: main.py would train on the CPU")
 
 
+@pytest.fixture(scope="module")
+def jobs(binding_jobs):
+    return binding_jobs
+
+
 @pytest.fixture(autouse=True)
 def all_idle(jobs):
     """No job is being cleaned up: it would have the CPUs that are really there."""

@@ -19,7 +19,7 @@ def test_same_port(user):
     second = user.wait(user.train(*EPOCHS, flags=one, MASTER_PORT="23456"))
     assert second.state == "FAILED" and user.show(second.job)["Restarts"] == "0", second
     (error,) = re.findall("^main.py: error: .*", second.output, re.MULTILINE)
-    assert "MASTER_PORT=23456" in error and "Address already in use" in error, second
+    assert "MASTER_PORT=23456" in error and "address already in use" in error, second
     user.until(first, "^Epoch 2: ")
     assert "to be requeued" not in user.cancel(first).output
 
