@@ -143,7 +143,7 @@ def test_many_tasks_start_at_once(user, tasks):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count, at_once", every_case((6, 3), (200, 50)))
+@pytest.mark.parametrize("count, at_once", every_case((6, 3), (100, 50)))
 def test_many_short_jobs(user, count, at_once):
     """An array of short jobs: none is lost."""
     flags = [
