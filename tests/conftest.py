@@ -1,13 +1,16 @@
 """Fixtures: a clone of the repository, small archives, and a real Slurm cluster."""
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
+import time
 from pathlib import Path
 
 import cluster as slurm
@@ -65,6 +68,44 @@ def pytest_configure():
     # A shell ignores SIGINT in what it runs in the background,
     # and so would every process started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    leave_nothing_behind()
+
+
+# Kills what has this run's mark in its environment, when standard input ends.
+SWEEPER = """\
+import os, pathlib, signal, sys, time
+sys.stdin.read()
+found = True
+while found:
+    time.sleep(0.1)
+    found = False
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if sys.argv[1].encode() in (process / "environ").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
+                found = True
+        except OSError:
+            pass  # it has ended, or is another user's
+"""
+
+
+def leave_nothing_behind() -> None:
+    """Let what this run starts and mounts end with it, also when it is killed."""
+    mark = str(time.time_ns())
+    read_end, write_end = os.pipe()
+    writer = os.fdopen(write_end, "wb")
+    subprocess.Popen(
+        [sys.executable, "-c", SWEEPER, mark], stdin=read_end, start_new_session=True
+    )
+    os.close(read_end)
+    # It ends with this process alone.
+    os.register_at_fork(after_in_child=writer.close)
+    # Tests of the tests start a run in a run: what is in both ends with either.
+    os.environ["STARTED_BY_TESTS"] = f"{os.environ.get('STARTED_BY_TESTS', '')} {mark}"
+    if os.geteuid() == 0:  # the mounts of a namespace end with its last process
+        new_mounts = 0x00020000  # CLONE_NEWNS
+        if ctypes.CDLL(None).unshare(new_mounts) == 0:
+            subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
 def pytest_collection_modifyitems(config, items):
