@@ -18,11 +18,16 @@ NO_PROGRESS = (
 ASKED_TO_STOP = r"^Asked to stop: saved (step \d+ of epoch \d+), to go on from there$"
 
 
-def preempt(user: User, job: str) -> None:
-    """Let a more urgent job take the nodes until the first one is back in the queue."""
+def preempt(user: User, job: str, rank: int) -> None:
+    """Let a more urgent job take the nodes until the first one is back in the queue.
+
+    A stopped rank of it goes on when Slurm has sent the signal to end.
+    """
     other = user.submit(
         "", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep infinity"
     )
+    user.until(job, "^slurmstepd.* CANCELLED AT ")
+    os.kill(rank, signal.SIGCONT)  # with proctrack/cgroup, Slurm sends it to uv only
     user.until_found(
         job, lambda: user.show(job)["JobState"] == "PENDING", "preemption", 60
     )
@@ -163,8 +168,8 @@ def test_preempted(user, undisturbed, grace):
         user.until(job, "^World size")
         rank = user.pid("node2", "main.py")
         user.until_file(job, "*-step-000003.pt")
-        stop(rank)  # until Slurm makes it go on, with the signal to end
-        preempt(user, job)
+        stop(rank)
+        preempt(user, job, rank)
         user.until(job, "^Resuming from")
         assert user.show(job)["Requeue"] == "1"  # it may be preempted again
         result = user.wait(job)
