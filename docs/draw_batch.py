@@ -40,7 +40,7 @@ def draw_cifar10() -> str:
             "gpu",
             "view_crops",
             ("padded, and mirrored;", "a view of all crops"),
-            ("uint8, in memory", "45000, 2, 40, 40, 3"),
+            ("uint8, a view of", "…, 2, 9, 9, 3, 32, 32"),
         ),
         Stage(
             "gpu",
@@ -90,7 +90,7 @@ def draw_imagenet() -> str:
     reading = [
         Stage(
             "disk",
-            "train.tar",
+            "…_img_train.tar",
             ("on the node's disk, and", "train.npy, its index"),
             ("JPEGs", "one after another"),
         ),

@@ -18,7 +18,7 @@ EXAMPLES = {
     "multi_node": "multi_node: a process for each GPU of several nodes",
     "imagenet": "imagenet: workers that read images, and checkpoints on a shared disk",
 }
-HOSTS = ("gpu01", "gpu02")
+HOSTS = ("node1", "node2")
 
 # In pixels. The disks are on the outside, so that
 # the all-reduce has only the tasks above it.
@@ -94,14 +94,17 @@ def draw_example(example: str) -> str:
             arrow("disk", disk_x(n) + DISK_WIDTH / 2, shared_y, node_y + 136)
             for n in range(nodes)
         ]
-        x = left - 5
-        shapes.append(
+        # Rank 0 writes checkpoints, and reads one at the start.
+        x = task_x(0, 0, tasks) + 12
+        shapes.insert(
+            0,
             path(
-                "task line",
-                f"M{left} {node_y + 60} H{x} V{shared_y - 2} "
-                f"{arrow_head(x, shared_y - 2, 1)}",
-            )
+                "task line dashed",
+                f"M{x:g} {node_y + 90:g} V{shared_y - 2} "
+                f"{arrow_head(x, shared_y - 2, 1)} {arrow_head(x, node_y + 90, -1)}",
+            ),
         )
+        shapes.append(text("small", x + 8, shared_y - 8, "checkpoints"))
         height = shared_y + 36 + 20
     return picture(height, EXAMPLES[example], *shapes, width=width)
 
@@ -118,7 +121,7 @@ def draw_node(node: int, y: int, tasks: int, workers: str) -> list[str]:
             "right",
             tasks_x(node) + TASKS_WIDTH,
             y + 26,
-            f'node {node}, <tspan class="name">{HOSTS[node]}</tspan>',
+            HOSTS[node],
         ),
         *cylinder(disk_x(node), y + 16, DISK_WIDTH, 120),
         text("small center", disk_x(node) + DISK_WIDTH / 2, y + 76, "node's disk:"),

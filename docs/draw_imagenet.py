@@ -12,7 +12,7 @@ WIDTH = 960
 # Columns of the index, and a row of it.
 INDEX = (
     (0, "label", "417"),
-    (46, "name", "n02782093/…_96.JPEG"),
+    (46, "name", "n02782093/…6.JPEG"),
     (190, "offset", "58720768"),
     (258, "size", "110214"),
 )
@@ -52,12 +52,18 @@ def draw_staging() -> str:
         text("title center", 127, center - 68, "shared disk"),
         text("name center", 127, center - 46, "IMAGENET_DIR"),
     ]
-    for number, name in enumerate(("train.tar", "val.tar", "devkit.tar.gz")):
+    for number, name in enumerate(
+        (
+            "…_img_train.tar",
+            "…_img_val.tar",
+            "…_devkit_t12.tar.gz",
+        )
+    ):
         shapes += [
             box("node", 42, center - 24 + number * 40, 170, 32),
             text("small name center", 127, center - 3 + number * 40, name),
         ]
-    for node, host in enumerate(("gpu01", "gpu02")):
+    for node, host in enumerate(("node1", "node2")):
         shapes += draw_staged_node(host, top + node * step)
     shapes += [
         text("small center", 258, top + 100, "read"),
@@ -90,7 +96,7 @@ def draw_staged_node(host: str, y: int) -> list[str]:
             f'disk of <tspan class="name">{host}</tspan>: '
             '<tspan class="name">$SLURM_TMPDIR/data</tspan>',
         ),
-        text("small name", bar_x, bar_y - 7, "train.tar"),
+        text("small name", bar_x, bar_y - 7, "…_img_train.tar"),
         text("small right", 640, bar_y - 7, "as it was, image after image"),
     ]
     shapes += [

@@ -6,7 +6,7 @@ and has its own background in case it cannot.
 
 from pathlib import Path
 
-HOSTS = ("gpu01", "gpu02")
+HOSTS = ("node1", "node2")
 TASKS_PER_NODE = 4
 WORLD_SIZE = len(HOSTS) * TASKS_PER_NODE
 
@@ -70,8 +70,7 @@ def draw() -> str:
             "center",
             TASKS_CENTER,
             ADDRESS_Y + 22,
-            f'<tspan class="name">MASTER_ADDR = {HOSTS[0]}</tspan>, '
-            "the host of rank 0, where all ranks meet",
+            f"MASTER_ADDR = {HOSTS[0]}: the node of rank 0, where all ranks meet",
         ),
         arrow(
             "address", TASK_X + TASK_WIDTH / 2, ADDRESS_Y + ADDRESS_HEIGHT, TASK_Y[0]
@@ -99,19 +98,17 @@ def draw() -> str:
 
 def draw_node(node: int) -> list[str]:
     task_y, gpu_y = TASK_Y[node], GPU_Y[node]
+    # All tasks read the disk: their lines meet on the side that has no GPUs.
+    outer_y = task_y if node == 0 else task_y + TASK_HEIGHT
+    bus_y = outer_y - 9 if node == 0 else outer_y + 9
     shapes = [
         box("node", 24, NODE_Y[node], WIDTH - 48, NODE_HEIGHT),
-        text("title", 40, NODE_Y[node] + 34, f"node {node}"),
-        text("name", 40, NODE_Y[node] + 56, HOSTS[node]),
+        text("title", 40, NODE_Y[node] + 34, HOSTS[node]),
         text("right", TASK_X - 12, task_y + 25, "each task:"),
         text("name right", TASK_X - 12, task_y + 54, "SLURM_PROCID ="),
         text("name right", TASK_X - 12, task_y + 80, "SLURM_LOCALID ="),
         text("right", TASK_X - 12, gpu_y + 23, "its device:"),
-        # It passes behind the tasks, which all read the disk.
-        path(
-            "disk line",
-            f"M{TASK_X + TASK_WIDTH:g} {task_y + TASK_HEIGHT / 2:g} H{DISK_X:g}",
-        ),
+        path("disk line", f"M{TASK_X + TASK_WIDTH / 2:g} {bus_y:g} H{DISK_X:g}"),
         *draw_disk(DISK_X, task_y + (TASK_HEIGHT - DISK_HEIGHT) / 2),
     ]
     for local_rank in range(TASKS_PER_NODE):
@@ -119,6 +116,7 @@ def draw_node(node: int) -> list[str]:
         x = TASK_X + local_rank * TASK_STEP
         center = x + TASK_WIDTH / 2
         shapes += [
+            path("disk line", f"M{center:g} {bus_y:g} V{outer_y:g}"),
             box("task", x, task_y, TASK_WIDTH, TASK_HEIGHT),
             text("name center", center, task_y + 25, "python main.py"),
             text("title center", center, task_y + 55, f"rank {rank}"),

@@ -226,6 +226,18 @@ def user(jobs, tmp_path_factory) -> User:
     return user
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A test that has failed tells of its jobs."""
+    report = yield
+    for jobs in (value for value in item.funcargs.values() if isinstance(value, Jobs)):
+        if report.failed:
+            report.sections += jobs.tell()
+        elif report.when == "teardown":
+            jobs.forget()
+    return report
+
+
 @pytest.fixture(autouse=True)
 def no_child_left():
     """What a failed test forked ends, or pytest would wait for it at its own end."""

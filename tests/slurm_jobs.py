@@ -68,6 +68,8 @@ class Jobs:
         self.cluster = cluster
         self.clone = clone
         self.logs = logs
+        self.submitted: list[str] = []  # by the test that runs
+        self.results: list[Result] = []
         # The variables of an environment that is active here would lead uv away
         # from the clone's own.
         outside = ("SLURM", "UV_", "VIRTUAL_ENV", "MASTER_", "PYTHON", "COLUMNS")
@@ -95,7 +97,10 @@ class Jobs:
             timeout=timeout,
         )
         # With its carriage returns.
-        return Result(process.stdout.decode(), process.returncode)
+        result = Result(process.stdout.decode(), process.returncode)
+        if command[0] in ("sbatch", "salloc", "srun", "uv"):
+            self.results.append(result)
+        return result
 
     def submit(self, folder: str, *arguments, **env: str) -> str:
         """Call sbatch in a folder of the clone; return the job's id."""
@@ -105,7 +110,24 @@ class Jobs:
             **env,
         )
         assert result.exit_code == 0, result
-        return result.output.strip()
+        self.submitted.append(result.output.strip())
+        return self.submitted[-1]
+
+    def forget(self) -> None:
+        """Forget what earlier tests have run."""
+        self.submitted.clear()
+        self.results.clear()
+
+    def tell(self) -> list[tuple[str, str]]:
+        """Return what there is to read when a test has failed, with headings."""
+        told = [("a command", str(result)) for result in self.results]
+        for job in self.submitted:
+            state = self.show(job).get("JobState")
+            told.append((f"job {job}, {state}", self.log(job)))
+        for log in sorted(self.cluster.state.glob("slurm*.log")):
+            lines = log.read_text(errors="replace").splitlines()
+            told.append((f"the end of {log.name}", "\n".join(lines[-12:])))
+        return told
 
     def show(self, job: str) -> dict[str, str]:
         deadline = time.monotonic() + 60  # a busy controller may not answer at once
