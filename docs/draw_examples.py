@@ -95,15 +95,10 @@ def draw_example(example: str) -> str:
             for n in range(nodes)
         ]
         # Rank 0 writes checkpoints, and reads one at the start.
-        x = task_x(0, 0, tasks) + 12
-        shapes.insert(
-            0,
-            path(
-                "task line dashed",
-                f"M{x:g} {node_y + 90:g} V{shared_y - 2} "
-                f"{arrow_head(x, shared_y - 2, 1)} {arrow_head(x, node_y + 90, -1)}",
-            ),
-        )
+        x, rank_y = left - 5, node_y + 60
+        down_to = f"V{shared_y - 2} {arrow_head(x, shared_y - 2, 1)}"
+        back = f"M{left - 5} {rank_y - 4} L{left} {rank_y} L{left - 5} {rank_y + 4}"
+        shapes.append(path("task line", f"M{left} {rank_y} H{x} {down_to} {back}"))
         shapes.append(text("small", x + 8, shared_y - 8, "checkpoints"))
         height = shared_y + 36 + 20
     return picture(height, EXAMPLES[example], *shapes, width=width)
