@@ -27,6 +27,7 @@ Another Slurm:
 """
 
 import argparse
+import json
 import os
 import re
 import select
@@ -38,6 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 # Not /run or /tmp: Slurm executes job scripts from here, and nodes have their own /tmp.
@@ -290,42 +292,39 @@ class Cluster:
         os.close(with_pidfd)
 
 
-def start(
-    nodes: int,
-    gpus: int,
-    cpus: int,
-    slurm: str = "installed",
-    proctrack: str = "linuxproc",
-    lifeline: int | None = None,
-    limit_memory: bool = False,
-    bind_tasks: bool = True,
-) -> tuple[Cluster, subprocess.Popen]:
+@dataclass
+class Shape:
+    """What a cluster is like."""
+
+    nodes: int
+    gpus: int  # a node
+    cpus: int  # that a node claims to have
+    slurm: str = "installed"  # or one of RELEASES
+    proctrack: str = "linuxproc"  # one of PROCTRACK: how Slurm finds jobs' processes
+    # What uses more than a job's --mem is killed. It takes proctrack "cgroup".
+    limit_memory: bool = False
+    # Slurm chooses a task's CPUs, as on most clusters. The first task of every node
+    # then gets the same one of this machine's, and others may be idle.
+    bind_tasks: bool = False
+
+
+def start(lifeline: int | None = None, **shape) -> tuple[Cluster, subprocess.Popen]:
     """Start a cluster and return it, and its supervisor, when every node is idle.
 
-    `slurm` is "installed" or one of RELEASES; `proctrack`, how it finds a job's
-    processes, one of PROCTRACK. With `limit_memory`, which takes "cgroup" for that,
-    what uses more than a job's --mem is killed. Without `bind_tasks`, a task runs on
-    any of the machine's CPUs. Otherwise Slurm chooses, as on most clusters: the only
-    task of every node gets the same one, and the machine's others may be idle.
-    The cluster ends with `Cluster.stop`, and, if it is given a `lifeline`, when the
-    other end of that pipe closes: when its owner is gone, however it went.
+    `shape` has the fields of `Shape`. The cluster ends with `Cluster.stop`, and, if it
+    is given a `lifeline`, when the other end of that pipe closes: when its owner is
+    gone, however it went.
     """
     if reason := missing_requirements():
         raise ClusterError(reason)
     remove_leftovers()
-    root = root_of(slurm)
+    root = root_of(Shape(**shape).slurm)
     state = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PARENT))
     state.chmod(0o755)
     if lifeline is None:
         (state / "detached").touch()
-    command = [sys.executable, __file__, "supervise", str(state), str(root), proctrack]
-    command += [
-        str(nodes),
-        str(gpus),
-        str(cpus),
-        str(int(limit_memory)),
-        str(int(bind_tasks)),
-    ]
+    command = [sys.executable, __file__, "supervise", str(state), str(root)]
+    command.append(json.dumps(shape))
     read_end, write_end = os.pipe()
     with (state / "supervisor.out").open("w") as log:
         supervisor = subprocess.Popen(
@@ -382,25 +381,11 @@ def remove(state: Path) -> None:
 class Supervisor:
     """The process that all others of a cluster die with."""
 
-    def __init__(
-        self,
-        state: Path,
-        root: Path,
-        proctrack: str,
-        nodes: int,
-        gpus: int,
-        cpus: int,
-        limit_memory: int,
-        bind_tasks: int,
-    ):
+    def __init__(self, state: Path, root: Path, shape: Shape):
         self.state = state
         self.root = root
-        self.proctrack = proctrack
-        self.names = [f"node{i}" for i in range(1, nodes + 1)]
-        self.gpus = gpus
-        self.cpus = cpus
-        self.limit_memory = limit_memory
-        self.bind_tasks = bind_tasks
+        self.shape = shape
+        self.names = [f"node{i}" for i in range(1, shape.nodes + 1)]
         self.link = ""
         self.daemons: dict[str, subprocess.Popen] = {}
         self.hosts: dict[str, tuple[int, list[str]]] = {}
@@ -471,19 +456,20 @@ class Supervisor:
 
     def write_files(self) -> None:
         nodes = "\n".join(
-            f"NodeName={name} NodeAddr={self.subnet}.{11 + i} CPUs={self.cpus}"
-            " RealMemory=1000000" + (f" Gres=gpu:{self.gpus}" if self.gpus else "")
+            f"NodeName={name} NodeAddr={self.subnet}.{11 + i} CPUs={self.shape.cpus}"
+            " RealMemory=1000000"
+            + (f" Gres=gpu:{self.shape.gpus}" if self.shape.gpus else "")
             for i, name in enumerate(self.names)
         )
-        plugins = ["task/affinity"] * self.bind_tasks + [
+        plugins = ["task/affinity"] * self.shape.bind_tasks + [
             "task/cgroup"
-        ] * self.limit_memory
+        ] * self.shape.limit_memory
         (self.state / "slurm.conf").write_text(
             SLURM_CONF.format(
                 state=self.state,
                 subnet=self.subnet,
                 nodes=nodes,
-                proctrack=f"proctrack/{self.proctrack}",
+                proctrack=f"proctrack/{self.shape.proctrack}",
                 task=f"TaskPlugin={','.join(plugins)}" if plugins else "",
             )
         )
@@ -496,10 +482,12 @@ class Supervisor:
                 )
                 path.chmod(0o755)
         # Slurm wants a device file for every GPU: these are /dev/null by another name.
-        for i in range(self.gpus):
+        for i in range(self.shape.gpus):
             os.mknod(self.state / f"gpu{i}", 0o666 | 0o020000, os.makedev(1, 3))
         gres = (
-            f"Name=gpu File={self.state}/gpu[0-{self.gpus - 1}]\n" if self.gpus else ""
+            f"Name=gpu File={self.state}/gpu[0-{self.shape.gpus - 1}]\n"
+            if self.shape.gpus
+            else ""
         )
         (self.state / "gres.conf").write_text(gres)
         # Where the kernel has control groups of version 2, slurmd would want systemd to
@@ -508,13 +496,13 @@ class Supervisor:
             int(number)
             for number in re.findall(r"\d+", run(f"chroot {self.root} slurmd -V"))[:2]
         )
-        if self.proctrack == "cgroup":
+        if self.shape.proctrack == "cgroup":
             if not FREEZER.exists():
                 raise ClusterError(
                     "--proctrack=cgroup wants control groups of version 1 here"
                 )
             (FREEZER / self.state.name).mkdir()
-            limit = "ConstrainRAMSpace=yes\n" if self.limit_memory else ""
+            limit = "ConstrainRAMSpace=yes\n" if self.shape.limit_memory else ""
             if limit:
                 (MEMORY / self.state.name).mkdir()
             (self.state / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n" + limit)
@@ -633,7 +621,7 @@ def run(command: str) -> str:
     return result.stdout
 
 
-def supervise(state: Path, answer: int, *cluster) -> None:
+def supervise(state: Path, root: Path, shape: Shape, answer: int) -> None:
     """Start a cluster and say so on file descriptor `answer`.
 
     Stop it on SIGTERM or at the end of stdin.
@@ -642,7 +630,7 @@ def supervise(state: Path, answer: int, *cluster) -> None:
     signal.set_wakeup_fd(wake_writer)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
-    supervisor = Supervisor(state, *cluster)
+    supervisor = Supervisor(state, root, shape)
     message = "ready"
     try:
         supervisor.start()
@@ -689,15 +677,12 @@ def main() -> None:
     execute.add_argument("node")
     execute.add_argument("argv", nargs=argparse.REMAINDER)
     internal = commands.add_parser("supervise")
-    for name in ("state", "root"):
-        internal.add_argument(name, type=Path)
-    internal.add_argument("proctrack")
-    for name in ("nodes", "gpus", "cpus", "limit_memory", "bind_tasks", "answer"):
-        internal.add_argument(name, type=int)
+    for name, kind in (("state", Path), ("root", Path), ("shape", json.loads)):
+        internal.add_argument(name, type=kind)
+    internal.add_argument("answer", type=int)
     args = parser.parse_args()
     if args.command == "supervise":
-        shape = (args.nodes, args.gpus, args.cpus, args.limit_memory, args.bind_tasks)
-        return supervise(args.state, args.answer, args.root, args.proctrack, *shape)
+        return supervise(args.state, args.root, Shape(**args.shape), args.answer)
     try:
         clusters = running()
         if args.command == "up":
@@ -705,9 +690,8 @@ def main() -> None:
                 raise ClusterError(
                     f"one is running: SLURM_CONF={clusters[0].env['SLURM_CONF']}"
                 )
-            cluster, _ = start(
-                args.nodes, args.gpus, args.cpus, args.slurm, args.proctrack
-            )
+            names = ("nodes", "gpus", "cpus", "slurm", "proctrack")
+            cluster, _ = start(**{name: getattr(args, name) for name in names})
             env = cluster.env.items()
             print("export", *(f"{name}={shlex.quote(value)}" for name, value in env))
             print(f"{args.nodes} nodes are ready", file=sys.stderr)

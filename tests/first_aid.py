@@ -200,7 +200,7 @@ def start_cluster(
     read_end, write_end = os.pipe()
     how = {"limit_memory": True, "proctrack": "cgroup"} if limit_memory else {}
     cluster, supervisor = slurm.start(
-        3, gpus=4, cpus=64, slurm=release, lifeline=read_end, **how
+        nodes=3, gpus=4, cpus=64, slurm=release, lifeline=read_end, **how
     )
     os.close(read_end)
     try:
