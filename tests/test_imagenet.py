@@ -100,19 +100,17 @@ def test_array(user):
     # One that runs on another node: some nodes share their /tmp.
     running = user.submit("", "--nodelist=node2", "--mem=100M", "--wrap=sleep infinity")
     names = ("99999", "99998", "cache", running)
-    folders_of_jobs = abandoned, another, *_ = [
-        f"/tmp/slurm-job-{name}" for name in names
-    ]
+    abandoned, *kept = folders_of_jobs = [f"/tmp/slurm-job-{name}" for name in names]
     user.run([*node1, "mkdir", "-p", f"{abandoned}/data", *folders_of_jobs])
-    user.run([*node1, "chown", "nobody", another])
+    user.run([*node1, "chown", "nobody", kept[0]])
     # What a user may have set for squeue hides no job from the examples.
     array = user.train("--epochs=1", flags=[*TWO, *flags], SQUEUE_PARTITION="urgent")
     results = [user.wait(f"{array}_{task}") for task in (1, 2)]
     find = "find /tmp -maxdepth 1 -name slurm-job-*".split()
     left = user.run([*node1, *find]).output.split()
     user.cancel(running)
-    user.run([*node1, "rm", "-r", *folders_of_jobs[1:]])
-    assert sorted(left) == sorted(folders_of_jobs[1:])
+    user.run([*node1, "rm", "-r", *kept])
+    assert sorted(left) == sorted(kept)
     assert len({weights(result) for result in results}) == 2  # of two seeds
     told = "".join(result.output for result in results)
     assert f"node1: removed {abandoned}, " in told
