@@ -64,10 +64,10 @@ WEIGHTS_LINE = re.compile(
 
 
 class Training:
-    """imagenet/main.py on some ranks, all of them or the first ones, and its log."""
+    """imagenet/main.py on all of its ranks, or on the first ones, and its log."""
 
     def __init__(
-        self, folder: Path, world_size: int, *arguments: str, started: int | None = None
+        self, folder: Path, world_size: int, *arguments: str, started: int = 0
     ):
         folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints = folder / "checkpoints" / "none"
@@ -120,7 +120,7 @@ class Training:
         found = subprocess.run(["pgrep", "--parent", ranks], capture_output=True)
         return set(map(int, found.stdout.split()))
 
-    def join(self) -> list[int | None]:
+    def join(self) -> list:
         """Return the exit status of every rank."""
         for process in self.processes:
             process.join(60)
@@ -484,7 +484,7 @@ MEAN, STD = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[
 ]
 
 
-def options(*arguments: str, **changes) -> SimpleNamespace:
+def options(*arguments: str, **changes):
     """Return the options of a small run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["main.py", *DUMMY, "--epochs=1", *arguments])
@@ -512,7 +512,7 @@ class Numbers:
         return key[::-1]
 
 
-def draw(world_size: int, epoch: int = 1, step: int = 0, seed: int = 0) -> list:
+def draw(world_size: int, epoch: int = 1, step: int = 0, seed: int = 0):
     """Return the numbers in each global batch of 15, in ranks that never meet."""
     run = SimpleNamespace(global_batch_size=15, epoch=epoch, step=step)
     loader = data.build_loader(Numbers(), 0)
