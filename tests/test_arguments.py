@@ -1,24 +1,16 @@
 """What main.py says about its options, and about what it cannot work with.
 
-That is one line, and no traceback. Nothing here trains. Python needs seconds to import
-torch, so that every test starts its runs side by side.
+That is one line, and no traceback. Nothing here trains.
 """
 
-import os
 import re
-import shutil
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from slurm_jobs import ARGUMENTS_LINE
+from test_imagenet_training import start_main
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = ("single_gpu", "multi_gpu", "multi_node")
-DISTRIBUTED = ("multi_gpu", "multi_node")
-
 DEFAULTS = {
     "--data-dir": "./data",
     "--synthetic": "False",
@@ -31,216 +23,108 @@ DEFAULTS = {
 }
 ARCHIVE = "cifar-10-python.tar.gz"
 
-# What srun tells the second of four tasks.
-TASK = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-}
-
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(150)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def keep_bytecode(tmp_path_factory):
-    """Keep compiled modules, whatever the environment says: they halve the start."""
-    if "PYTHONDONTWRITEBYTECODE" not in os.environ:
-        yield
-        return
-    folder = tmp_path_factory.mktemp("bytecode")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTHONDONTWRITEBYTECODE")
-        patch.setenv("PYTHONPYCACHEPREFIX", str(folder))
-        yield
-    shutil.rmtree(folder)
+def run(folder: Path, example: str, *arguments: str, **environment: str):
+    """Run main.py to its end; return its status and its output."""
+    log = folder / "log"
+    process = start_main(example, arguments, log, COLUMNS="80", **environment)
+    process.join(100)
+    process.kill()
+    text = log.read_text()
+    log.unlink()
+    return process.exitcode, text
 
 
-def start(
-    example: str,
-    *arguments: str,
-    env: dict | None = None,
-    cwd: Path | None = None,
-    before: tuple = (),
-):
-    """Run main.py to its end, outside of Slurm but for what `env` says."""
-    foreign = ("SLURM_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "COLUMNS")
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(foreign)
-    }
-    return subprocess.run(
-        [*before, sys.executable, REPOSITORY / example / "main.py", *arguments],
-        env=clean
-        | {"COLUMNS": "80", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        | (env or {}),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def start_all(runs: dict) -> dict:
-    """Return the outcome of each of these calls of `start`, two of them at a time."""
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        started = {
-            name: pool.submit(start, *positional, **named)
-            for name, (positional, named) in runs.items()
-        }
-        return {name: run.result() for name, run in started.items()}
-
-
-def read_error(run: subprocess.CompletedProcess) -> str:
-    """Return the one line with which main.py has refused to work."""
-    assert run.returncode not in (0, None), run
-    assert "Traceback" not in run.stdout + run.stderr, run.stderr
-    lines = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
+def refused(folder: Path, example: str, *arguments: str, **environment: str) -> str:
+    """Return the one line with which main.py refuses to work."""
+    status, text = run(folder, example, *arguments, **environment)
+    assert status not in (0, None), text
     lines = [
         line
-        for line in lines
-        if not line.startswith(("usage:", "warning: no GPU found"))
-        and not ARGUMENTS_LINE.match(line)
+        for line in text.splitlines()
+        if line and not line.startswith(("usage:", "warning: no GPU found"))
+        if not ARGUMENTS_LINE.match(line)
     ]
-    assert len(lines) == 1, f"more or less than one line: {lines}"
-    assert lines[0].startswith("main.py: error: ")
+    assert len(lines) == 1 and lines[0].startswith("main.py: error: "), text
     return lines[0]
 
 
-def read_options(help_text: str) -> dict[str, str]:
-    """Return every option in a help text but --help, and what the text says on it."""
-    options = help_text.split("options:")[1]
-    entries = re.split(r"\n  (?=-)", options)
-    named = (re.search(r"--[a-z-]+", entry) for entry in entries)
-    texts = {
-        name[0]: " ".join(entry.split())
-        for name, entry in zip(named, entries, strict=True)
-        if name
-    }
-    del texts["--help"]
-    return texts
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("local_disk", ["", "/local/7"])
+def test_help(example, local_disk, tmp_path):
+    """--help fits into 80 columns; every example has the same options and defaults.
+
+    The data are looked for on the disk that Slurm gives the job, if it does, else in
+    the folder that main.py is started in.
+    """
+    disk = {"SLURM_TMPDIR": local_disk} if local_disk else {}
+    status, text = run(tmp_path, example, "--help", **disk)
+    assert status == 0 and max(map(len, text.splitlines())) <= 80, text
+    _, _, *entries = re.split(r"\n  (?=-)", text.split("options:")[1])  # after --help
+    found = {}
+    for entry in entries:
+        line = " ".join(entry.split())
+        said = re.match(r"(--\S+) .{15,} \(default: (.*)\)$", line)
+        assert said, f"no explanation: {line}"
+        found[said[1]] = said[2]
+    right = DEFAULTS | ({"--data-dir": f"{local_disk}/data"} if local_disk else {})
+    assert found == right
 
 
-def test_help():
-    """--help fits into 80 columns; every example has the same options and defaults."""
-    # Where Slurm gives the job a disk of its own, the data are looked for there.
-    local = {"env": {"SLURM_TMPDIR": "/local/7"}}
-    runs = start_all({example: ((example, "--help"), local) for example in EXAMPLES})
-    defaults = DEFAULTS | {"--data-dir": "/local/7/data"}
-    check_help(runs["single_gpu"], defaults)
-    for example in DISTRIBUTED:
-        check_help(runs[example], defaults)
-        assert read_options(runs[example].stdout) == read_options(
-            runs["single_gpu"].stdout
-        )
-
-
-def test_help_without_a_local_disk():
-    """Elsewhere, the data are looked for in the folder that main.py is started in."""
-    for run in start_all(
-        {example: ((example, "--help"), {}) for example in EXAMPLES}
-    ).values():
-        check_help(run, DEFAULTS)
-
-
-def check_help(run: subprocess.CompletedProcess, defaults: dict[str, str]) -> None:
-    assert run.returncode == 0, run.stderr
-    assert max(len(line) for line in run.stdout.splitlines()) <= 80
-    options = read_options(run.stdout)
-    assert options.keys() == defaults.keys()
-    for option, default in defaults.items():
-        assert options[option].endswith(f"(default: {default})")
-        assert len(options[option]) > len(f"{option} (default: {default})") + 10, (
-            "no explanation"
-        )
-
-
-def test_bad_values():
-    """A value that makes no sense is refused by the name of its option."""
-    values = (
+@pytest.mark.parametrize(
+    "value",
+    [
         "--batch-size 0",
-        "--batch-size -3",
         "--batch-size abc",
         "--epochs 0",
         "--seed -1",
-    )
-    values += ("--learning-rate -1", "--learning-rate nan", "--weight-decay -1")
-    runs = start_all(
-        {value: (("single_gpu", "--synthetic", *value.split()), {}) for value in values}
-    )
-    for value, run in runs.items():
-        option, number = value.split()
-        line = read_error(run)
-        assert option in line
-        assert number in line
+        "--learning-rate nan",
+        "--weight-decay -1",
+    ],
+)
+def test_bad_values(value, tmp_path):
+    """A value that makes no sense is refused by the name of its option."""
+    option, number = value.split()
+    line = refused(tmp_path, "single_gpu", "--synthetic", option, number)
+    assert option in line and number in line
 
 
-def test_batch_larger_than_the_training_set():
-    """A batch size with too few pictures for it is refused, with both numbers."""
-    runs = {
-        example: ((example, "--synthetic", "--batch-size", "5000"), {})
-        for example in ("single_gpu", "multi_node")
-    }
-    for run in start_all(runs).values():
-        line = read_error(run)
-        assert "5000" in line
-        # Of the 1152 images that --synthetic draws, a tenth is for validation.
-        assert "choose --batch-size 1037 or less" in line
+@pytest.mark.parametrize("example", ["single_gpu", "multi_node"])
+def test_batch_larger_than_the_training_set(example, tmp_path):
+    """A batch size with too few images for it is refused, with both numbers."""
+    line = refused(tmp_path, example, "--synthetic", "--batch-size", "5000")
+    # Of the 1152 images that --synthetic draws, a tenth is for validation.
+    assert "5000" in line and "choose --batch-size 1037 or less" in line
 
 
-def test_no_data_and_no_network(tmp_path):
-    """Without a network, one line says where the data were sought, and what to do."""
-    without_network = ("unshare", "--net")
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("cutting a process off the network takes root and unshare")
-    if subprocess.run([*without_network, "true"], capture_output=True).returncode != 0:
-        pytest.skip("this machine does not let root cut a process off the network")
-    empty, damaged = tmp_path / "empty", tmp_path / "damaged"
-    empty.mkdir()
-    damaged.mkdir()
-    half = b"\x1f\x8b" + bytes(range(256)) * 40
-    (damaged / ARCHIVE).write_bytes(half)
-    runs = start_all(
-        {
-            empty: (
-                ("single_gpu", "--data-dir", "."),
-                {"cwd": empty, "before": without_network},
-            ),
-            damaged: (
-                ("single_gpu", "--data-dir", str(damaged)),
-                {"before": without_network},
-            ),
-        }
-    )
-    for folder, run in runs.items():
-        line = read_error(run)
-        assert str(folder) in line
-        assert ARCHIVE in line
-        assert "--synthetic" in line
-    assert not list(empty.iterdir())
-    assert [path.name for path in damaged.iterdir()] == [ARCHIVE]
-    assert (damaged / ARCHIVE).read_bytes() == half
+@pytest.mark.parametrize("content", [None, b"\x1f\x8b" + bytes(range(256)) * 40])
+def test_no_data_and_no_network(content, tmp_path):
+    """Without a network, one line says where the data were sought, and what to do.
+
+    The archive is not there, or damaged.
+    """
+    if content:
+        (tmp_path / ARCHIVE).write_bytes(content)
+    # Nobody listens there.
+    proxies = dict.fromkeys(["https_proxy", "http_proxy"], "http://127.0.0.1:9")
+    line = refused(tmp_path, "single_gpu", "--data-dir", ".", **proxies)
+    for part in (str(tmp_path), ARCHIVE, "--synthetic"):
+        assert part in line
+    left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert left == ({ARCHIVE: content} if content else {})
 
 
-def change(**changes: str | None) -> dict:
-    """Return the variables of srun's task with these changes; None takes one away."""
-    return {
-        name: value for name, value in (TASK | changes).items() if value is not None
-    }
-
-
-@pytest.mark.parametrize("example", DISTRIBUTED)
-def test_started_without_srun(example):
-    """In the batch script or salloc's shell, one line says to use srun."""
-    cases = {
-        "no number of tasks": change(SLURM_NTASKS=None),
-        "batch script": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
-        "salloc's shell in a step": change(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0"),
-    }
-    for run in start_all(
-        {case: ((example, "--synthetic"), {"env": env}) for case, env in cases.items()}
-    ).values():
-        assert "srun" in read_error(run)
+@pytest.mark.parametrize("example", ["multi_gpu", "multi_node"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"SLURM_STEP_NUM_TASKS": "4"},  # no number of the job's tasks
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},  # salloc's shell in a step
+    ],
+)
+def test_started_without_srun(example, task, tmp_path):
+    """One line says to use srun. In a batch script and under salloc: test_errors.py."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
+    assert "srun" in refused(tmp_path, example, "--synthetic", **job, **task)

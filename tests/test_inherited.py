@@ -44,11 +44,16 @@ def test_all_job_scripts_forget_the_same():
 
 
 @pytest.mark.parametrize(
-    "folder, last_line, shell",
-    [("imagenet", "Weights SHA-256", "a task of an array")]
-    + [("multi_node", "Test loss", shell) for shell in SHELLS],
+    "shell, folder, last_line",
+    [
+        ("a task", "multi_node", "Test loss"),
+        ("salloc's shell", "multi_node", "Test loss"),
+        ("salloc's shell, by GPU", "multi_node", "Test loss"),
+        # imagenet's seed is the number of its task, in an array of its own.
+        ("a task of an array", "imagenet", "Weights SHA-256"),
+    ],
 )
-def test_sbatch_in_a_job(jobs, folder, last_line, shell, tmp_path):
+def test_sbatch_in_a_job(jobs, shell, folder, last_line, tmp_path):
     """Slurm passes on what the calling shell has of its own job: job.sh drops it."""
     command, passed_on = SHELLS[shell]
     flags = [*SMALL, "--nodes=2", *ONE_EACH]
@@ -76,5 +81,4 @@ def test_sbatch_in_a_job(jobs, folder, last_line, shell, tmp_path):
     lines = [line for line in result.output.splitlines() if not re.match(busy, line)]
     assert lines[-1].startswith(last_line), result
     assert not [line for line in lines if "srun: " in line], result
-    # imagenet's seed is the number of its task, in an array of its own.
     assert "'seed': 0, " in result.output, result
