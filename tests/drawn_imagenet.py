@@ -53,12 +53,10 @@ def tar_bytes(files: dict[str, bytes], mode: str = "w", **options) -> bytes:
     return buffer.getvalue()
 
 
-def draw_imagenet(
-    folder: Path, classes=4, train=6, valid=3, resolution=48, seed=0
-) -> Drawn:
+def draw_imagenet(folder: Path, classes=4, train=6, valid=3, resolution=48) -> Drawn:
     """Write the three archives of ILSVRC2012 to a folder."""
-    drawn = draw(classes, train, valid, resolution, seed)
-    rng = np.random.default_rng(seed)
+    drawn = draw(classes, train, valid, resolution, seed=0)
+    rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     # As in the real one, in another order than the wnids.
     numbers = (rng.permutation(classes) + 1).tolist()
@@ -66,14 +64,15 @@ def draw_imagenet(
     answers = []
     for number, (wnid, images, valid_images) in zip(numbers, drawn, strict=True):
         files = {f"{wnid}_{i}.JPEG": data for i, data in enumerate(images)}
-        found.train.update({(wnid, name): data for name, data in files.items()})
+        for name in files:
+            found.train[wnid, name] = files[name]
         tars[f"{wnid}.tar"] = tar_bytes(files)
         answers += [(number, wnid, data) for data in valid_images]
     (folder / "ILSVRC2012_img_train.tar").write_bytes(tar_bytes(tars))
 
+    rng.shuffle(answers)
     val, truth = {}, ""
-    for i, place in enumerate(rng.permutation(len(answers)), start=1):
-        number, wnid, data = answers[place]
+    for i, (number, wnid, data) in enumerate(answers, start=1):
         name = f"ILSVRC2012_val_{i:08d}.JPEG"
         val[name] = found.valid[wnid, name] = data
         truth += f"{number}\n"
@@ -102,7 +101,6 @@ def draw_tiny_imagenet(folder: Path) -> Drawn:
         for i, data in enumerate(train_set):
             name = f"images/{wnid}_{i}.JPEG"
             files[f"{root}/train/{wnid}/{name}"] = found.train[wnid, name] = data
-        files[f"{root}/train/{wnid}/{wnid}_boxes.txt"] = b"a box\n"
         for i, data in enumerate(valid_set):
             name = f"val_{wnid}{i}.JPEG"
             files[f"{root}/val/images/{name}"] = found.valid[wnid, name] = data
@@ -114,7 +112,7 @@ def draw_tiny_imagenet(folder: Path) -> Drawn:
     return found
 
 
-def draw_folders(path: Path, deflated=False, split=True) -> Drawn:
+def draw_folders(path: Path, compression=zipfile.ZIP_STORED, split=True) -> Drawn:
     """Write a zip or tar of class folders, with or without folders for the splits.
 
     Tar has two ways to store long names: GNU's and POSIX's.
@@ -132,7 +130,7 @@ def draw_folders(path: Path, deflated=False, split=True) -> Drawn:
         files[f"mine/{name}"] = b"not an image"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".zip":
-        write_zip(path, files, zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED)
+        write_zip(path, files, compression)
     else:
         form = tarfile.GNU_FORMAT if split else tarfile.PAX_FORMAT
         path.write_bytes(tar_bytes(files, format=form))

@@ -23,7 +23,6 @@ SMALL = ["--cpus-per-task=1", "--mem=1G"]
 ONE_EPOCH = ["--epochs", "1", "--batch-size", "4"]
 ONE_EACH = ["--ntasks-per-node=1", "--gpus-per-node=1"]
 TWO_EACH = ["--ntasks-per-node=2", "--gpus-per-node=2"]
-BY_TASK = [*TWO_EACH, "--gpus-per-task=1"]
 ONE_GPU_ONLY = "warning: a task sees only one GPU of its node, and NCCL cannot use"
 # imagenet, without archives.
 SYNTHETIC = ["--synthetic", "--limit-train-samples=64", "--limit-valid-samples=8"]
@@ -46,23 +45,25 @@ def test_sbatch(jobs, tmp_path):
 
     A compiled model under DDP trains, too; on a CPU, this needs a C++ compiler.
     """
-    cases = [  # folder, script, flags, arguments, ranks, nodes
-        ("multi_gpu", "job.sh", ONE_EACH, ["--compile"], 1, 1),
-        ("single_gpu", "job.sh", [], [], 1, 1),
-        ("multi_gpu", "job.sh", [], [], 4, 1),
-        ("multi_node", "job.sh", [], [], 8, 2),
-        ("multi_node", "job.sh", ["--nodes=1", "--ntasks-per-node=1"], [], 1, 1),
-        ("multi_node", "job.sh", ["--nodes=1-2", "--ntasks=2", *BY_TASK], [], 2, 1),
-        ("multi_node", "job_torchrun.sh", ["--nodes=1", *BY_TASK], [], 2, 1),
-        ("imagenet", "job.sh", ["--nodes=1", *BY_TASK], SYNTHETIC, 2, 1),
+    by_task = "--ntasks-per-node=2 --gpus-per-node=2 --gpus-per-task=1"
+    cases = [  # folder, script, flags, ranks, nodes
+        ("imagenet", "job.sh", f"--nodes=1 {by_task}", 2, 1),
+        ("single_gpu", "job.sh", "", 1, 1),
+        ("multi_gpu", "job.sh", "", 4, 1),
+        ("multi_node", "job.sh", "", 8, 2),
+        ("multi_node", "job.sh", "--nodes=1 --ntasks-per-node=1", 1, 1),
+        ("multi_node", "job.sh", f"--nodes=1-2 --ntasks=2 {by_task}", 2, 1),
+        ("multi_node", "job_torchrun.sh", f"--nodes=1 {by_task}", 2, 1),
     ]
     env = {"IMAGENET_DIR": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    submitted = [
-        jobs.submit(folder, *SMALL, *flags, script, *ONE_EPOCH, *arguments, **env)
-        for folder, script, flags, arguments, _, _ in cases
-    ]
-    for job, (folder, _, _, _, world_size, nodes) in zip(submitted, cases, strict=True):
-        result = jobs.wait(job, timeout=800)
+    submitted = []
+    for folder, script, flags, _, _ in cases:
+        command = [*SMALL, *flags.split(), script, *ONE_EPOCH]
+        if folder == "imagenet":
+            command += [*SYNTHETIC, "--compile"]
+        submitted.append(jobs.submit(folder, *command, **env))
+    for job, (folder, _, _, world_size, nodes) in zip(submitted, cases, strict=True):
+        result = jobs.wait(job)
         trained(result, folder, world_size)
         assert result.state == "COMPLETED", result
         assert jobs.nodes_of(result) == nodes, result
@@ -71,27 +72,35 @@ def test_sbatch(jobs, tmp_path):
 
 
 def test_salloc_and_srun(jobs, archive, tmp_path):
-    """A task takes the only GPU that it sees, and rank 0 tells what that costs."""
-    by_task = ["--ntasks=2", "--gpus-per-task=1"]
-    last_node = ["--nodelist=node3", "-N1", "-n2"]
+    """A task takes the only GPU that it sees, and rank 0 tells what that costs.
+
+    One step has two tasks on the last node of a job of three.
+    """
     cases = [  # folder, flags of salloc, flags of srun, ranks, warnings
-        ("single_gpu", ["--ntasks=1", "--gpus-per-task=1"], [], 1, 0),
-        ("multi_gpu", ["--nodes=1", "--ntasks=2", "--gpus-per-node=2"], [], 2, 0),
-        ("multi_gpu", ["--nodes=1", *by_task], [], 2, 1),
-        ("multi_node", ["--nodes=2", *by_task], [], 2, 0),  # a GPU a node
-        ("multi_node", ["--nodes=3", *TWO_EACH], last_node, 2, 0),
-        ("imagenet", ["--nodes=1", *by_task], [], 2, 1),
+        ("single_gpu", "--ntasks=1 --gpus-per-task=1", "", 1, 0),
+        ("multi_gpu", "--nodes=1 --ntasks=2 --gpus-per-node=2", "", 2, 0),
+        ("multi_gpu", "--nodes=1 --ntasks=2 --gpus-per-task=1", "", 2, 1),
+        ("multi_node", "--nodes=2 --ntasks=2 --gpus-per-task=1", "", 2, 0),
+        (
+            "multi_node",
+            "--nodes=3 --ntasks-per-node=2",
+            "--nodelist=node3 -N1 -n2",
+            2,
+            0,
+        ),
+        ("imagenet", "--nodes=1 --ntasks=2 --gpus-per-task=1", "", 2, 1),
     ]
 
     def start(case):
-        folder, salloc_flags, srun_flags, _, _ = case
-        command = ["srun", *srun_flags, "uv", "run", "python", "main.py", *ONE_EPOCH]
+        folder, salloc, srun, _, _ = case
+        command = ["uv", "run", "python", "main.py", *ONE_EPOCH]
         if folder == "imagenet":
             command += [*SYNTHETIC, "--checkpoint-dir", tmp_path / "run"]
         else:
             command += ["--data-dir", archive.parent]
-        salloc = ["salloc", *SMALL, *salloc_flags]
-        return jobs.run([*salloc, *command], folder, OMP_NUM_THREADS="1")
+        srun = ["srun", *srun.split(), *command]
+        salloc = ["salloc", *SMALL, *salloc.split()]
+        return jobs.run([*salloc, *srun], folder, OMP_NUM_THREADS="1")
 
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(start, cases))
