@@ -21,10 +21,9 @@ class Drawn(NamedTuple):
     valid: dict[tuple[str, str], bytes]
 
 
-def draw(classes: int, train: int, valid: int, resolution: int, seed: int) -> list:
-    """Return each class's wnid, and its images' files to train on and to validate."""
+def draw(classes: int, train: int, valid: int, resolution: int, seed: int):
+    """Yield each class's wnid, and its images' files to train on and to validate."""
     rng = np.random.default_rng(seed)
-    drawn = []
     for label in range(classes):
         pattern = rng.uniform(40, 216, size=(4, 4, 3)).astype(np.uint8)
         files = []
@@ -39,8 +38,7 @@ def draw(classes: int, train: int, valid: int, resolution: int, seed: int) -> li
             file = io.BytesIO()
             image.convert(mode).save(file, kind)
             files.append(file.getvalue())
-        drawn.append((f"n{label + 1:08d}", files[:train], files[train:]))
-    return drawn
+        yield f"n{label + 1:08d}", files[:train], files[train:]
 
 
 def tar_bytes(files: dict[str, bytes], mode: str = "w", **options) -> bytes:
@@ -61,13 +59,14 @@ def draw_imagenet(folder: Path, classes=4, train=6, valid=3, resolution=48) -> D
     # As in the real one, in another order than the wnids.
     numbers = (rng.permutation(classes) + 1).tolist()
     found, tars = Drawn(folder, {}, {}), {}
-    answers = []
+    answers, synsets = [], []
     for number, (wnid, images, valid_images) in zip(numbers, drawn, strict=True):
         files = {f"{wnid}_{i}.JPEG": data for i, data in enumerate(images)}
         for name in files:
             found.train[wnid, name] = files[name]
         tars[f"{wnid}.tar"] = tar_bytes(files)
         answers += [(number, wnid, data) for data in valid_images]
+        synsets.append((number, wnid, 0, train))
     (folder / "ILSVRC2012_img_train.tar").write_bytes(tar_bytes(tars))
 
     rng.shuffle(answers)
@@ -79,12 +78,11 @@ def draw_imagenet(folder: Path, classes=4, train=6, valid=3, resolution=48) -> D
     (folder / "ILSVRC2012_img_val.tar").write_bytes(tar_bytes(val))
 
     # Of the development kit's fields, those that are read, and a synset above them.
-    rows = [(number, drawn[i][0], 0, train) for i, number in enumerate(numbers)]
-    rows.append((classes + 1, "n99999999", classes, 0))
+    synsets.append((classes + 1, "n99999999", classes, 0))
     fields = ("ILSVRC2012_ID", "WNID", "num_children", "num_train_images")
     kind = [(field, object) for field in fields]
     matrix = io.BytesIO()
-    savemat(matrix, {"synsets": np.array(rows, dtype=kind)[:, None]})
+    savemat(matrix, {"synsets": np.array(synsets, dtype=kind)[:, None]})
     files = {
         f"{DEVKIT}/data/meta.mat": matrix.getvalue(),
         f"{DEVKIT}/data/ILSVRC2012_validation_ground_truth.txt": truth.encode(),
@@ -106,13 +104,12 @@ def draw_tiny_imagenet(folder: Path) -> Drawn:
             files[f"{root}/val/images/{name}"] = found.valid[wnid, name] = data
             annotations += f"{name}\t{wnid}\t0\t0\t63\t63\n"
     files[f"{root}/val/val_annotations.txt"] = annotations.encode()
-    files[f"{root}/test/images/test_0.JPEG"] = data
     folder.mkdir()
     write_zip(folder / f"{root}.zip", files)
     return found
 
 
-def draw_folders(path: Path, compression=zipfile.ZIP_STORED, split=True) -> Drawn:
+def draw_folders(path: Path, split=True) -> Drawn:
     """Write a zip or tar of class folders, with or without folders for the splits.
 
     Tar has two ways to store long names: GNU's and POSIX's.
@@ -130,7 +127,7 @@ def draw_folders(path: Path, compression=zipfile.ZIP_STORED, split=True) -> Draw
         files[f"mine/{name}"] = b"not an image"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".zip":
-        write_zip(path, files, compression)
+        write_zip(path, files, zipfile.ZIP_DEFLATED)
     else:
         form = tarfile.GNU_FORMAT if split else tarfile.PAX_FORMAT
         path.write_bytes(tar_bytes(files, format=form))

@@ -126,10 +126,8 @@ def test_uneven_nodes(jobs):
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(start, ["job.sh", "job_torchrun.sh"]))
     for result in results:
-        gpus = re.findall(r"Nodes=(\S+) .*GRES=gpu:(\d)", result.output)
-        assert sorted(number for _, number in gpus) in (["1", "2"], ["1", "1", "2"]), (
-            result
-        )
+        gpus = re.findall(r"Nodes=\S+ .*GRES=gpu:(\d)", result.output)
+        assert set(gpus) == {"1", "2"}, result
         trained(result, "multi_node", 4)
 
 
@@ -270,7 +268,7 @@ def test_slow_download(jobs, archive, tmp_path):
 
     A node downloads to a disk of its own; to a folder that nodes share, rank 0 does.
     """
-    machine = re.match(r"127.*\n(\S+)", (jobs.cluster.state / "hosts").read_text())[1]
+    machine = jobs.cluster.address(socket.gethostname())
     flags = [*SMALL, "--nodelist=node[1-2]"]
     job = ["multi_node", *flags, *TWO_EACH, "job.sh", *ONE_EPOCH]
     salloc = ["salloc", *flags, *ONE_EACH, "srun", "uv", "run", "python", "main.py"]

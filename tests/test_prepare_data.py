@@ -134,7 +134,7 @@ def imagenet(tmp_path_factory):
 @pytest.fixture
 def damaged(imagenet, tmp_path) -> Path:
     """A copy of the archives, to be damaged."""
-    return Path(shutil.copytree(imagenet.source, tmp_path / "damaged"))
+    return shutil.copytree(imagenet.source, tmp_path / "damaged")
 
 
 @pytest.fixture
@@ -159,7 +159,6 @@ LAYOUTS = {
     "imagenet": draw_imagenet,
     "tiny": draw_tiny_imagenet,
     "zip": lambda folder: draw_folders(folder / "mine.zip"),
-    "deflated": lambda folder: draw_folders(folder / "mine.zip", zipfile.ZIP_DEFLATED),
     "tar": lambda folder: draw_folders(folder / "mine.tar"),
     "one split": lambda folder: draw_folders(folder / "mine.tar", split=False),
 }
@@ -268,7 +267,7 @@ def test_what_others_have_put_there(imagenet, data_dir):
     mine.unlink()
     hook = at("index.json", mine.touch)
     output = run(imagenet.source, data_dir, hook=hook, exit_code=1)
-    assert re.search(message, output), output
+    assert message in output, output
     assert contents(data_dir.parent) == {"data", "data/mine"}
 
 
@@ -422,7 +421,7 @@ def test_wrong_tiny_imagenet(tmp_path, data_dir):
 
 
 def test_cut_zip(tmp_path, data_dir):
-    path = draw_folders(tmp_path / "mine.zip", zipfile.ZIP_DEFLATED).source
+    path = draw_folders(tmp_path / "mine.zip").source
     content = path.read_bytes()
     for kept in (content[: len(content) // 2], content[:100] + content[5000:]):
         path.write_bytes(kept)
@@ -534,9 +533,8 @@ def test_undecodable(damaged, data_dir):
     run(damaged, data_dir)
     images = Images(data_dir, "train")
     place = f"{data_dir}/{TRAIN}: train/n00000003/{name} on {HOST}: "
-    with pytest.raises(BadImage, match=f"^cannot decode image {place}.*$") as caught:
+    with pytest.raises(BadImage, match=rf"^cannot decode image {place}.*\Z"):
         images.read(16)
-    assert "\n" not in str(caught.value)
     images.read(17)
 
 
@@ -580,11 +578,10 @@ def test_what_ended_jobs_have_left(imagenet, data_dir, job_folders, monkeypatch)
 def test_lines_in_a_file(tmp_path, data_dir):
     """About every tenth of a step has a line, without a progress bar."""
     drawn = draw_imagenet(tmp_path / "many", classes=24, train=1, valid=1)
-    *tenths, last = run(drawn.source, data_dir, "--extract").splitlines()
+    *tenths, _ = run(drawn.source, data_dir, "--extract").splitlines()
     assert 5 <= sum(" listed " in line for line in tenths) <= 10, tenths
     for line in tenths:
         assert re.fullmatch(rf"{HOST}: (listed|converted) \d+%", line), line
-    assert last.startswith(f"{HOST}: staged 48 images in {data_dir} after "), last
 
 
 # The stand-in.
