@@ -48,7 +48,6 @@ def test_nodes_are_hosts_of_their_own(cluster):
         full = [*cluster.namespaces(node), "sh", "-c", command]
         return subprocess.run(full, check=True, capture_output=True, text=True).stdout
 
-    assert cluster.nodes == ["node1", "node2", "node3"]
     assert [on(node, "hostname").strip() for node in cluster.nodes] == cluster.nodes
     on("node1", "echo mine > /tmp/test-cluster-file")
     assert on("node2", "ls -A /tmp") != on("node1", "ls -A /tmp")
