@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from PIL import Image
 from scipy.io import savemat
 
@@ -22,33 +21,24 @@ class Drawn(NamedTuple):
     valid: dict[tuple[str, str], bytes]
 
 
-def draw(classes: int, train: int, valid: int, resolution: int, seed: int) -> list:
-    """Return each class's wnid, and its images' files to train on and to validate."""
+def draw(classes: int, train: int, valid: int, resolution: int, seed: int):
+    """Yield each class's wnid, and its images' files to train on and to validate."""
     rng = np.random.default_rng(seed)
-    drawn = []
     for label in range(classes):
-        pattern = rng.uniform(40, 216, size=(4, 4, 3))
+        pattern = rng.uniform(40, 216, size=(4, 4, 3)).astype(np.uint8)
         files = []
         for i in range(train + valid):
-            height, width = rng.integers(
-                resolution, resolution + resolution // 2, size=2
-            ).tolist()
-            image = Image.fromarray(pattern.astype(np.uint8)).resize(
-                (width, height), Image.BILINEAR
-            )
-            noise = rng.normal(scale=20, size=(height, width, 3))
-            image = Image.fromarray(
-                (np.asarray(image) + noise).clip(0, 255).astype(np.uint8)
-            )
+            height, width = rng.integers(resolution, resolution * 3 // 2, 2).tolist()
+            resized = Image.fromarray(pattern).resize((width, height), Image.BILINEAR)
+            image = np.asarray(resized) + rng.normal(scale=20, size=(height, width, 3))
+            image = Image.fromarray(image.clip(0, 255).astype(np.uint8))
             # ImageNet has a few of these, too; all are called .JPEG.
-            mode, kind = {(0, 0): ("CMYK", "JPEG"), (1, 0): ("RGB", "PNG")}.get(
-                (label, i), ("RGB", "JPEG")
-            )
+            mode = "CMYK" if (label, i) == (0, 0) else "RGB"
+            kind = "PNG" if (label, i) == (1, 0) else "JPEG"
             file = io.BytesIO()
             image.convert(mode).save(file, kind)
             files.append(file.getvalue())
-        drawn.append((f"n{label + 1:08d}", files[:train], files[train:]))
-    return drawn
+        yield f"n{label + 1:08d}", files[:train], files[train:]
 
 
 def tar_bytes(files: dict[str, bytes], mode: str = "w", **options) -> bytes:
@@ -61,126 +51,87 @@ def tar_bytes(files: dict[str, bytes], mode: str = "w", **options) -> bytes:
     return buffer.getvalue()
 
 
-def draw_imagenet(
-    folder: Path, classes=4, train=6, valid=3, resolution=48, seed=0
-) -> Drawn:
+def draw_imagenet(folder: Path, classes=4, train=6, valid=3, resolution=48) -> Drawn:
     """Write the three archives of ILSVRC2012 to a folder."""
-    drawn = draw(classes, train, valid, resolution, seed)
-    rng = np.random.default_rng(seed)
+    drawn = draw(classes, train, valid, resolution, seed=0)
+    rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     # As in the real one, in another order than the wnids.
-    numbers = rng.permutation(classes) + 1
-    train_files, tars = {}, {}
-    for wnid, images, _ in drawn:
+    numbers = (rng.permutation(classes) + 1).tolist()
+    found, tars = Drawn(folder, {}, {}), {}
+    answers, synsets = [], []
+    for number, (wnid, images, valid_images) in zip(numbers, drawn, strict=True):
         files = {f"{wnid}_{i}.JPEG": data for i, data in enumerate(images)}
-        train_files |= {(wnid, name): data for name, data in files.items()}
+        for name in files:
+            found.train[wnid, name] = files[name]
         tars[f"{wnid}.tar"] = tar_bytes(files)
+        answers += [(number, wnid, data) for data in valid_images]
+        synsets.append((number, wnid, 0, train))
     (folder / "ILSVRC2012_img_train.tar").write_bytes(tar_bytes(tars))
 
-    answers = [
-        (label, data) for label, (*_, images) in enumerate(drawn) for data in images
-    ]
-    answers = [answers[i] for i in rng.permutation(len(answers))]
-    names = [f"ILSVRC2012_val_{i + 1:08d}.JPEG" for i in range(len(answers))]
-    files = {name: data for name, (_, data) in zip(names, answers, strict=True)}
-    (folder / "ILSVRC2012_img_val.tar").write_bytes(tar_bytes(files))
-    truth = "".join(f"{numbers[label]}\n" for label, _ in answers)
-    write_devkit(
-        folder,
-        {wnid: len(images) for wnid, images, _ in drawn},
-        numbers.tolist(),
-        truth,
-    )
-    valid_files = {
-        (drawn[label][0], name): data
-        for name, (label, data) in zip(names, answers, strict=True)
-    }
-    return Drawn(folder, train_files, valid_files)
+    rng.shuffle(answers)
+    val, truth = {}, ""
+    for i, (number, wnid, data) in enumerate(answers, start=1):
+        name = f"ILSVRC2012_val_{i:08d}.JPEG"
+        val[name] = found.valid[wnid, name] = data
+        truth += f"{number}\n"
+    (folder / "ILSVRC2012_img_val.tar").write_bytes(tar_bytes(val))
 
-
-def write_devkit(
-    folder: Path, counts: dict[str, int], numbers: list[int], truth: str
-) -> None:
-    """Write the development kit: classes, a synset above them, validation's answers."""
-    fields = (
-        "ILSVRC2012_ID WNID words gloss "
-        "num_children children wordnet_height num_train_images"
-    ).split()
-    synsets = np.zeros(
-        (len(counts) + 1, 1), dtype=[(field, object) for field in fields]
-    )
-    rows = sorted(zip(numbers, counts.items(), strict=True))
-    for row, (number, (wnid, count)) in enumerate(rows):
-        synsets[row, 0] = (
-            number,
-            wnid,
-            f"thing {number}",
-            "a thing",
-            0,
-            np.zeros((1, 0)),
-            0,
-            count,
-        )
-    children = np.array([sorted(numbers)])
-    above = (len(counts) + 1, "n99999999", "entity", "all", len(counts), children, 1, 0)
-    synsets[-1, 0] = above
+    # Of the development kit's fields, those that are read, and a synset above them.
+    synsets.append((classes + 1, "n99999999", classes, 0))
+    fields = ("ILSVRC2012_ID", "WNID", "num_children", "num_train_images")
+    kind = [(field, object) for field in fields]
     matrix = io.BytesIO()
-    savemat(matrix, {"synsets": synsets})
+    savemat(matrix, {"synsets": np.array(synsets, dtype=kind)[:, None]})
     files = {
-        "meta.mat": matrix.getvalue(),
-        "ILSVRC2012_validation_ground_truth.txt": truth.encode(),
+        f"{DEVKIT}/data/meta.mat": matrix.getvalue(),
+        f"{DEVKIT}/data/ILSVRC2012_validation_ground_truth.txt": truth.encode(),
     }
-    files = {f"{DEVKIT}/data/{name}": data for name, data in files.items()}
     (folder / f"{DEVKIT}.tar.gz").write_bytes(tar_bytes(files, "w:gz"))
+    return found
 
 
-def draw_tiny_imagenet(folder: Path, classes=3, train=5, valid=2, seed=1) -> Drawn:
+def draw_tiny_imagenet(folder: Path) -> Drawn:
     """Write tiny-imagenet-200.zip to a folder."""
-    root, texts, images, annotations = "tiny-imagenet-200", {}, {}, []
-    train_files, valid_files = {}, {}
-    for wnid, train_set, valid_set in draw(classes, train, valid, 64, seed):
+    root = "tiny-imagenet-200"
+    found, files, annotations = Drawn(folder, {}, {}), {}, ""
+    for wnid, train_set, valid_set in draw(3, 5, 2, 64, seed=1):
         for i, data in enumerate(train_set):
             name = f"images/{wnid}_{i}.JPEG"
-            images[f"{root}/train/{wnid}/{name}"] = train_files[wnid, name] = data
-        texts[f"{root}/train/{wnid}/{wnid}_boxes.txt"] = "a box\n"
-        for data in valid_set:
-            name = f"val_{len(annotations)}.JPEG"
-            images[f"{root}/val/images/{name}"] = valid_files[wnid, name] = data
-            annotations.append(f"{name}\t{wnid}\t0\t0\t63\t63\n")
-    texts[f"{root}/wnids.txt"] = "".join(
-        f"n{label + 1:08d}\n" for label in reversed(range(classes))
-    )
-    texts[f"{root}/val/val_annotations.txt"] = "".join(annotations)
-    images[f"{root}/test/images/test_0.JPEG"] = data
-    files = {name: text.encode() for name, text in texts.items()} | images
-    folder.mkdir(parents=True, exist_ok=True)
+            files[f"{root}/train/{wnid}/{name}"] = found.train[wnid, name] = data
+        for i, data in enumerate(valid_set):
+            name = f"val_{wnid}{i}.JPEG"
+            files[f"{root}/val/images/{name}"] = found.valid[wnid, name] = data
+            annotations += f"{name}\t{wnid}\t0\t0\t63\t63\n"
+    files[f"{root}/val/val_annotations.txt"] = annotations.encode()
+    folder.mkdir()
     write_zip(folder / f"{root}.zip", files)
-    return Drawn(folder, train_files, valid_files)
+    return found
 
 
-def draw_folders(
-    path: Path, deflated=False, split=True, root="mine/", train=10, seed=2
-) -> Drawn:
-    """Write a zip or tar of class folders, with or without folders for the splits."""
-    files, found = {}, {"train": {}, "valid": {}}
-    for wnid, train_set, valid_set in draw(3, train, 2, 40, seed):
+def draw_folders(path: Path, split=True) -> Drawn:
+    """Write a zip or tar of class folders, with or without folders for the splits.
+
+    Tar has two ways to store long names: GNU's and POSIX's.
+    """
+    files, found = {}, Drawn(path, {}, {})
+    for wnid, train_set, valid_set in draw(3, 10, 2, 40, seed=2):
+        class_name = f"class {wnid}"
         for i, data in enumerate(train_set + valid_set):
-            name = f"{i:02d}.jpg"
-            held_out = i >= train if split else i % 10 == 9
+            held_out = i >= len(train_set) if split else i % 10 == 9
+            name = f"{'deep/' * 30 if split else 'é' * 60}{i:02d}.jpg"
             folder = ("val/" if held_out else "train/") if split else ""
-            files[f"{root}{folder}class {wnid}/{name}"] = data
-            found["valid" if held_out else "train"][f"class {wnid}", name] = data
-    files |= {
-        f"{root}README.txt": b"Mine.\n",
-        f"__MACOSX/{root}train/class a/._00.jpg": b"not an image",
-        f"{root}train/class a/.hidden/00.jpg": b"not an image",
-    }
+            files[f"mine/{folder}{class_name}/{name}"] = data
+            (found.valid if held_out else found.train)[class_name, name] = data
+    for name in ("README.txt", "train/class a/.hidden/00.jpg", "__MACOSX/a/._00.jpg"):
+        files[f"mine/{name}"] = b"not an image"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".zip":
-        write_zip(path, files, zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED)
+        write_zip(path, files, zipfile.ZIP_DEFLATED)
     else:
-        path.write_bytes(tar_bytes(files))
-    return Drawn(path, **found)
+        form = tarfile.GNU_FORMAT if split else tarfile.PAX_FORMAT
+        path.write_bytes(tar_bytes(files, format=form))
+    return found
 
 
 def write_zip(
@@ -192,9 +143,3 @@ def write_zip(
             info.compress_type = compression
             info.extra = b"UT\5\0\1" + bytes(4)  # as Info-ZIP's zip adds the time
             archive.writestr(info, data)
-
-
-def pixels(data: bytes) -> torch.Tensor:
-    """Return what Pillow, another decoder, makes of a file."""
-    image = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
-    return torch.from_numpy(image).permute(2, 0, 1)
