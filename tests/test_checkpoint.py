@@ -256,8 +256,7 @@ def test_killed_while_writing(tmp_path, rank0, caplog):
     folder, halfway = tmp_path / "checkpoints", 0
     write(folder, (1, 1, 2**12))
     for kill in range(8):
-        store = tmp_path / f"kill {kill}"
-        store.mkdir()
+        store = tempfile.mkdtemp(dir=tmp_path)
         job = (0, 1, store, save_without_end, (folder,))
         process = forkserver().Process(target=run_rank, args=job)
         process.start()
