@@ -429,10 +429,9 @@ def test_main_on_two_ranks(example):
 
 
 READING_FUNCTIONS = "item tolist numpy cpu __bool__ __float__ __int__ __array__".split()
-READING_OPERATORS = [
-    f"aten::{name}"
-    for name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
-]
+READING_OPERATORS = (
+    "aten::_local_scalar_dense aten::is_nonzero aten::equal aten::nonzero".split()
+)
 
 
 class CallCounter(TorchFunctionMode):

@@ -411,8 +411,10 @@ def test_wandb(tmp_path):
     assert list(losses) == list(range(1, requeued_at + 1))
     assert set(range(requeued_at + 1, promised)) <= set(more)
     right = read_tensorboard(folder)
-    assert list(right) == list(range(1, second.step() + 1))
-    assert losses | more == pytest.approx({n: right[n] for n in losses | more})
+    # Of what the first start logged, TensorBoard drops the step of its checkpoint.
+    assert set(range(1, second.step() + 1)) - {*right} <= {requeued_at}
+    both = right.keys() & {*losses, *more}
+    assert [right[n] for n in both] == pytest.approx([(losses | more)[n] for n in both])
 
 
 def test_wandb_without_internet(tmp_path):
@@ -450,6 +452,5 @@ def measure_usage(folder: Path) -> dict[str, float]:
 def test_usage(tmp_path):
     """Only the waits for the last loop's batches count."""
     (usage,) = run_ranks(1, measure_usage, tmp_path)
-    # Other jobs of this machine make either sleep longer.
-    assert 0.3 < usage["usage/waiting for data"] < 0.7
-    assert list(usage) == ["usage/waiting for data"]  # there is no GPU
+    # Other jobs of this machine make either sleep longer. There is no GPU.
+    assert usage == {"usage/waiting for data": pytest.approx(0.5, abs=0.2)}
