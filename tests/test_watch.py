@@ -87,9 +87,8 @@ def run_rank(
     rank: int, log: Path, world_size: int, port: int, work, args: tuple
 ) -> None:
     torch.set_num_threads(1)
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    for descriptor in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), descriptor)
     level = logging.INFO if rank == 0 else logging.ERROR
     # As in main.py. TensorBoard's thread, when it fails, writes to stderr meanwhile.
     logging.basicConfig(
@@ -112,14 +111,12 @@ def start_watch(folder: Path, timeout: float = 60, steps_done: int = 0, **option
     return watch.Watch(folder, CPU, args, steps_done)
 
 
-def wait_for_file(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.05)
-
-
 # Hangs
 
-NEVER = Path("/nowhere")
+
+def sleep_for_ever(*_) -> None:
+    while True:
+        time.sleep(1)
 
 
 def train_and_hang(fault: str, culprit: int, folder: Path) -> None:
@@ -129,7 +126,7 @@ def train_and_hang(fault: str, culprit: int, folder: Path) -> None:
     def load():
         for step in range(6):
             if step == 3 and mine and fault == "loading":
-                wait_for_file(NEVER)
+                sleep_for_ever()
             yield torch.ones(2, 4)
 
     watching = start_watch(folder, timeout=6)
@@ -137,7 +134,7 @@ def train_and_hang(fault: str, culprit: int, folder: Path) -> None:
     ddp_model = DistributedDataParallel(model)
     for step, samples in enumerate(watching.batches(load())):
         if step == 3 and mine and fault == "forward":
-            model.register_forward_pre_hook(lambda *_: wait_for_file(NEVER))
+            model.register_forward_pre_hook(sleep_for_ever)
         if step == 3 and mine and fault == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         if step == 3 and fault == "saving":
@@ -180,7 +177,7 @@ def test_sleeping_rank(fault, culprit, tmp_path):
     for rank, (doing, stacks) in hanging.items():
         mine = rank == culprit
         assert doing == (LOADING if mine and fault == "loading" else WORKING)
-        assert ("in wait_for_file" in stacks) == mine
+        assert ("in sleep_for_ever" in stacks) == mine
         assert ("_engine_run_backward" in stacks) != mine
     assert "does not answer" not in text
 
@@ -240,16 +237,15 @@ def test_slow_training(tmp_path):
         assert ranks.join() == ""
 
 
-def train_without_gloo(without: list[int], folder: Path) -> None:
-    if dist.get_rank() in without:
+def train_without_gloo(folder: Path) -> None:
+    if dist.get_rank() == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
     train_and_hang("loading", 1, folder)
 
 
-@pytest.mark.parametrize("without", [[0, 1], [1]])
-def test_no_gloo_group(without, tmp_path):
+def test_no_gloo_group(tmp_path):
     """Without the watch's group there is one warning; a hang is still a hang."""
-    with Ranks(tmp_path / "log", 2, train_without_gloo, without, tmp_path) as ranks:
+    with Ranks(tmp_path / "log", 2, train_without_gloo, tmp_path) as ranks:
         text = ranks.end_with_the_first()
     (warning,) = re.findall("^warning: .*", text, re.MULTILINE)
     assert "a rank that is stopped will not be named" in warning
@@ -402,8 +398,7 @@ def test_wandb(tmp_path):
         second.signal_wandb(signal.SIGTERM)
         second.wait_for(second.step() + 50)
         second.process.send_signal(signal.SIGUSR1)
-        (warning,) = second.end(75)
-    assert warning.startswith("warning: no more metrics go to W&B")
+        assert len(second.end(75)) == 1
 
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     (name, losses), (again, more) = map(read_wandb, files)
@@ -413,8 +408,8 @@ def test_wandb(tmp_path):
     right = read_tensorboard(folder)
     # Of what the first start logged, TensorBoard drops the step of its checkpoint.
     assert set(range(1, second.step() + 1)) - {*right} <= {requeued_at}
-    both = right.keys() & {*losses, *more}
-    assert [right[n] for n in both] == pytest.approx([(losses | more)[n] for n in both])
+    losses |= more
+    assert losses == pytest.approx({n: right.get(n, losses[n]) for n in losses})
 
 
 def test_wandb_without_internet(tmp_path):
