@@ -46,7 +46,7 @@ def forkserver():
     slow = [
         "torch._dynamo",
         "torch.profiler",
-        "tensorboard.summary.writer.record_writer",
+        "torch.utils.tensorboard",
         "torchvision",
         "tqdm",
         "scipy.io",
@@ -448,8 +448,8 @@ def test_weights_that_are_not_finite(tmp_path, rank0):
         broken = draw(1, 2)
         broken.model.weight.data[0, 17] = float("nan")
         line = refused(checkpoints.save, broken)
-    path = tmp_path / files((1, 2))[0]
-    assert line == f"cannot write {path}: the weights are not finite"
+    newest, *_ = files((1, 2))
+    assert line == f"cannot write {tmp_path}/{newest}: the weights are not finite"
     assert names(tmp_path) == files((1, 1))
 
 

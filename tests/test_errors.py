@@ -13,7 +13,8 @@ from slurm_jobs import Jobs, Result
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SMALL = ["--cpus-per-task=1", "--mem=1G"]
-TWO_NODES = [*SMALL, "--nodelist=node[1-2]", "--ntasks-per-node=1", "--gpus-per-node=1"]
+TWO_NODES = ["--nodes=2", "--nodelist=node[1-2]", "--ntasks-per-node=1"]
+TWO_NODES += [*SMALL, "--gpus-per-node=1"]
 TWO_TASKS = [*SMALL, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2"]
 SYNTHETIC = ["--synthetic", "--epochs=1", "--batch-size=4"]
 MAIN = ["uv", "run", "--no-sync", "python", "main.py", *SYNTHETIC]

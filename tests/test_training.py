@@ -224,7 +224,7 @@ def train(main: ModuleType, build, data, learning_rate: float) -> dict:
 
 
 on_several_ranks = pytest.mark.parametrize(
-    "example, world_size", itertools.product(DISTRIBUTED, (2, 3))
+    "example, world_size", list(itertools.product(DISTRIBUTED, (2, 3)))
 )
 
 
@@ -333,8 +333,8 @@ def test_draw_epoch():
         assert top != left
     for one, other in itertools.combinations(draws, 2):
         assert all(part != another for part, another in zip(one, other, strict=True))
-    (*_, flips), (*_, next_flips), *_ = draws
-    assert {a + b for a, b in zip(flips, next_flips, strict=True)} == {1}
+    flips = zip(draws[0][3], draws[1][3], strict=True)
+    assert {flip + next_flip for flip, next_flip in flips} == {1}
 
 
 # What the ranks learn
@@ -380,6 +380,10 @@ def test_learning_rate(example):
     assert rates.index(max(rates)) == 4
     assert rates[0] == pytest.approx(peak / 25)
     assert rates[-1] == pytest.approx(peak / 25 / 1e4)
+    # train() moves the schedule on.
+    for rank in observed(example, 2 if example in DISTRIBUTED else 1):
+        last = 10 * GLOBAL_BATCH_SIZE / 256 / 25 / 1e4
+        assert rank["exact"]["last rate"] == pytest.approx(last)
 
 
 # main()

@@ -5,6 +5,7 @@ that really sleep, are stopped and are killed. TensorBoard and W&B read what is 
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
@@ -104,7 +105,7 @@ def run_rank(
     dist.destroy_process_group()
 
 
-def start_watch(folder: Path, timeout: float = 60, steps_done: int = 0, **options):
+def start_watch(folder: Path, timeout: float = 600, steps_done: int = 0, **options):
     """Return a watch, with the options of main.py that it reads."""
     values = {"compile": False, "profile": False, "wandb": None}
     args = argparse.Namespace(timeout=timeout, **values | options)
@@ -363,7 +364,9 @@ class WandbTraining:
 
     def end(self, status: int) -> list[str]:
         """Wait for its end, and return what it has warned of W&B."""
-        assert self.process.wait(60) == status, self.log.read_text()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        assert self.process.returncode == status, self.log.read_text()
         return re.findall("^warning: .*W&B.*", self.log.read_text(), re.MULTILINE)
 
 
