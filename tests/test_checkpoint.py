@@ -255,8 +255,7 @@ def test_killed_while_writing(tmp_path, rank0, caplog):
     folder, halfway = tmp_path / "checkpoints", 0
     write(folder, (1, 1, 2**12))
     for kill in range(4):
-        store = tempfile.mkdtemp(dir=tmp_path)
-        job = (0, 1, store, save_without_end, (folder,))
+        job = (0, 1, tempfile.mkdtemp(dir=tmp_path), save_without_end, (folder,))
         process = forkserver().Process(target=run_rank, args=job)
         process.start()
         while written(folder) <= kill * 2**20:
@@ -448,7 +447,7 @@ def test_weights_that_are_not_finite(tmp_path, rank0):
         broken = draw(1, 2)
         broken.model.weight.data[0, 17] = float("nan")
         line = refused(checkpoints.save, broken)
-    newest, *_ = files((1, 2))
+    (newest,) = files((1, 2))
     assert line == f"cannot write {tmp_path}/{newest}: the weights are not finite"
     assert names(tmp_path) == files((1, 1))
 

@@ -105,10 +105,11 @@ def run_rank(
     dist.destroy_process_group()
 
 
-def start_watch(folder: Path, timeout: float = 600, steps_done: int = 0, **options):
+def start_watch(folder: Path, timeout=600, steps_done=0, compile=False) -> watch.Watch:
     """Return a watch, with the options of main.py that it reads."""
-    values = {"compile": False, "profile": False, "wandb": None}
-    args = argparse.Namespace(timeout=timeout, **values | options)
+    args = argparse.Namespace(
+        timeout=timeout, compile=compile, profile=False, wandb=None
+    )
     return watch.Watch(folder, CPU, args, steps_done)
 
 
@@ -180,7 +181,6 @@ def test_sleeping_rank(fault, culprit, tmp_path):
         assert doing == (LOADING if mine and fault == "loading" else WORKING)
         assert ("in sleep_for_ever" in stacks) == mine
         assert ("_engine_run_backward" in stacks) != mine
-    assert "does not answer" not in text
 
 
 @pytest.mark.parametrize(
