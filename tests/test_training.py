@@ -72,9 +72,7 @@ def work_on_rank(example: str, work, args: tuple):
     # What srun would tell this rank.
     os.environ |= {
         "CUDA_VISIBLE_DEVICES": "",
-        "ENVIRONMENT": "BATCH",
         "MASTER_PORT": str(ports[0]),
-        "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": world_size,
         "SLURM_NTASKS": world_size,
         "SLURM_PROCID": rank,
@@ -330,7 +328,6 @@ def test_draw_epoch():
     for order, top, left, _ in draws:
         assert sorted(order) == list(range(1000))
         assert set(top) == set(left) == set(range(9))
-        assert top != left
     for one, other in itertools.combinations(draws, 2):
         assert all(part != another for part, another in zip(one, other, strict=True))
     flips = zip(draws[0][3], draws[1][3], strict=True)

@@ -152,7 +152,7 @@ LOADING = "waits for its next batch"
 WORKING = "works on a batch, or waits there for other ranks"
 
 
-def find_hanging(text: str) -> dict[int, tuple[str, str]]:
+def find_hanging(text: str) -> dict[int, list[str]]:
     """Return what each rank says that it does, and its stacks."""
     said = re.findall(
         rf"^error: rank (\d) on {HOST} has not moved for \d s: it (.*)"
@@ -163,7 +163,7 @@ def find_hanging(text: str) -> dict[int, tuple[str, str]]:
     assert len(said) == len({rank for rank, _, _ in said}), text
     for _, _, stacks in said:
         assert "in train_and_hang" in stacks, text
-    return {int(rank): (doing, stacks) for rank, doing, stacks in said}
+    return {int(rank): told for rank, *told in said}
 
 
 @pytest.mark.parametrize("fault, culprit", [("loading", 0), ("forward", 2)])
@@ -334,8 +334,8 @@ class WandbTraining:
         command = [sys.executable, REPOSITORY / "imagenet/main.py", "--synthetic"]
         command += ["--model=dummy", "--image-size=32", "--batch-size=4", "--workers=0"]
         command += ["--limit-train-samples=9999", "--limit-valid-samples=8"]
-        command += ["--wandb=project", f"--checkpoint-dir={folder}", *arguments]
-        command += ["--save-steps=1", "--keep=9999"]
+        command += ["--wandb=project", "--save-steps=1", "--keep=9999"]
+        command += [f"--checkpoint-dir={folder}", *arguments]
         outside = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
