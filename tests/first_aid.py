@@ -19,7 +19,6 @@ import subprocess
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -139,24 +138,26 @@ def main() -> None:
     parser.add_argument("word", nargs="?", default="", help="of a heading")
     args = parser.parse_args()
     page = PAGE.read_text()
-    sessions = [
-        s for s in read_sessions(page) if args.word.lower() in s.heading.lower()
-    ]
     with tempfile.TemporaryDirectory(dir=slurm.PARENT) as folder:
         for how in ({}, LIMITS):
-            chosen = [s for s in sessions if (s.heading in LIMITED) == bool(how)]
+            chosen = [
+                session
+                for session in read_sessions(page)
+                if args.word.lower() in session.heading.lower()
+                and (session.heading in LIMITED) == bool(how)
+            ]
             if not chosen:
                 continue
             with start_cluster(**how) as cluster:
                 env = user_of(cluster)
-                clone = make_clone(ROOT, Path(folder, str(len(how))), env)
+                clone = make_clone(ROOT, Path(folder, cluster.state.name), env)
                 for session in chosen:
                     page = page.replace(session.text, rewrite(session, clone, env))
                     PAGE.write_text(page)
 
 
 @contextlib.contextmanager
-def start_cluster(nodes: int = 3, gpus: int = 4, **how) -> Iterator[slurm.Cluster]:
+def start_cluster(nodes: int = 3, gpus: int = 4, **how):
     """Start a cluster that ends with this process, however that ends."""
     read_end, write_end = os.pipe()
     cluster, supervisor = slurm.start(

@@ -34,12 +34,12 @@ def all_idle(jobs):
         time.sleep(0.1)
 
 
-def preflight(jobs, flags, *arguments, env=GOOD, task=ON_CPU, limit=200):
-    """Run it in an allocation, for so many seconds at most."""
+def preflight(jobs, flags, *arguments, env=GOOD, task=ON_CPU):
+    """Run it in an allocation. Two minutes would be a hang."""
     command = ["salloc", "--quiet", *flags, "srun", *task, *arguments]
     # Without what the tests import into every Python, PyTorch and all.
     env = env | {"PYTHONPATH": ""}
-    return jobs.run(command, "multi_node", timeout=limit, **env)
+    return jobs.run(command, "multi_node", timeout=120, **env)
 
 
 def notes(result, kind: str) -> set[tuple[str, str]]:
@@ -155,7 +155,7 @@ def test_too_little_of_everything(jobs):
 
 def test_rank_1_does_not_come(jobs):
     script = f"[ $SLURM_PROCID = 1 ] || exec {' '.join(ON_CPU)} --timeout 5"
-    result = preflight(jobs, TWO, task=["bash", "-c", script], limit=60)
+    result = preflight(jobs, TWO, task=["bash", "-c", script])
     ((whose, problem),) = notes(result, "problem")
     lost = "it did not come to MASTER_ADDR=node1, or was lost"
     assert whose == "rank 1" and problem.startswith(lost), result
@@ -167,7 +167,7 @@ def test_rank_0_does_not_come(jobs):
     """The place and the port are main.py's. No pages of c10d hide them."""
     script = f"""[ $SLURM_PROCID = 1 ] || exec echo "job $SLURM_JOB_ID"
         exec {" ".join(ON_CPU)} --timeout 5"""
-    result = preflight(jobs, TWO, task=["bash", "-c", script], limit=60)
+    result = preflight(jobs, TWO, task=["bash", "-c", script])
     port = 10000 + int(re.search(r"^job (\d+)$", result.output, re.MULTILINE)[1])
     ((whose, problem),) = notes(result, "problem")
     where = f"node2 cannot join the others at MASTER_ADDR=node1, MASTER_PORT={port}, "
@@ -190,7 +190,7 @@ def test_network_interface_to_nowhere(jobs):
             result = jobs.run([*node, "sh", "-c", script, "sh", *numbers])
             assert result.exit_code == 0, result
         env = GOOD | {"GLOO_SOCKET_IFNAME": "nowhere"}
-        result = preflight(jobs, TWO, "--timeout=5", env=env, limit=60)
+        result = preflight(jobs, TWO, "--timeout=5", env=env)
     finally:
         for node in (node1, node2):
             jobs.run([*node, "ip", "link", "delete", "nowhere"])
