@@ -49,10 +49,13 @@ def main() -> None:
         staged_loader, synthetic_loader = (
             example.build_loader(part, args.workers) for part in (staged, synthetic)
         )
-        day = 24 * 60 * 60
-        settings = [f"--model={args.model}", f"--batch-size={args.batch_size}"]
-        settings += [f"--timeout={day}", f"--save-minutes={day}"]
-        settings = parse_args(example, *settings)
+        settings = parse_args(
+            example,
+            f"--model={args.model}",
+            f"--batch-size={args.batch_size}",
+            "--timeout=86400",  # nothing is saved, and nothing is called a hang
+            "--save-minutes=86400",
+        )
         example.set_ranks()
         device = example.setup_distributed(settings.timeout)
         watch = example.Watch(scratch, device, settings, 0)

@@ -39,7 +39,7 @@ def main() -> None:
         command = [sys.executable, *torchrun, "--standalone", *sys.argv]
         with tempfile.TemporaryDirectory() as folder:  # torchrun leaves one there
             env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": folder}
-            sys.exit(subprocess.run(command, env=env).returncode)
+            sys.exit(subprocess.call(command, env=env))
 
     example = load_example("multi_gpu")
     example.set_ranks()
