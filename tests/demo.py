@@ -6,7 +6,6 @@ A real Slurm with three nodes starts on this machine, and imagenet's job.sh twic
 left alone, and not.
 """
 
-import os
 import re
 import sys
 import tempfile
@@ -14,7 +13,7 @@ import time
 from pathlib import Path
 
 import cluster as slurm
-from first_aid import OVER
+from first_aid import OVER, start_cluster
 from rich.console import Console
 from slurm_jobs import REPOSITORY, User
 
@@ -30,29 +29,17 @@ ARGUMENTS = [
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        # The cluster ends with this process, however that ends.
-        read_end, write_end = os.pipe()
-        say("A controller and three nodes start.")
-        try:
-            cluster, supervisor = slurm.start(
-                nodes=3, gpus=1, cpus=64, lifeline=read_end
-            )
-        except slurm.ClusterError as error:
-            sys.exit(f"demo.py: error: {error}")
-        user = User(cluster, REPOSITORY, archive=Path(), logs=Path(folder))
-        user.env |= {"IMAGENET_DIR": "", "SCRATCH": folder}
-        try:
-            say(
-                "A job trains for five epochs on two of the nodes, "
-                "and nothing happens to it."
-            )
+    say("A controller and three nodes start.")
+    try:
+        with tempfile.TemporaryDirectory() as folder, start_cluster(gpus=1) as cluster:
+            user = User(cluster, REPOSITORY, archive=Path(), logs=Path(folder))
+            user.env |= {"IMAGENET_DIR": "", "SCRATCH": folder}
+            say("A job trains for five epochs on two nodes, and nothing happens to it.")
             undisturbed = follow(user, user.train(*ARGUMENTS))
             say("The same job again.")
             weights = follow(user, user.train(*ARGUMENTS), crash_after="Epoch 2: ")
-        finally:
-            os.close(write_end)
-            supervisor.wait()
+    except slurm.ClusterError as error:
+        sys.exit(f"demo.py: error: {error}")
     if weights != undisturbed:
         sys.exit("\ndemo.py: error: the weights are not the same")
     say("The weights are the same, bit for bit. The cluster is gone.")

@@ -12,14 +12,14 @@ and times are others. Lines that are still right stay.
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
 import subprocess
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import cluster as slurm
@@ -27,6 +27,7 @@ import cluster as slurm
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "troubleshooting.rst"
 BLOCK = re.compile(r"::\n\n((?:    .*\n|\n)+)")
+COMMAND = re.compile(r"^\$ (.*(?:\n> .*)*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 HEADING = re.compile(r"^(\S.*)\n([=-])\2+$", re.MULTILINE)
 SUBMITTED = re.compile(r"Submitted batch job (\d+)")
 # What stands before the number of a job.
@@ -35,131 +36,99 @@ JOB = (
     r"logs/|checkpoints/|scancel |^)"
 )
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
+END = "the-end-of-it\n"
 # Sessions under these headings want a cluster that limits memory.
 LIMITED = ["Out of memory, says Slurm", "No new checkpoint since this start"]
-OVER = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "PREEMPTED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
+LIMITS = {"limit_memory": True, "proctrack": "cgroup"}
+OVER = tuple(
+    "COMPLETED FAILED CANCELLED TIMEOUT PREEMPTED NODE_FAIL OUT_OF_MEMORY".split()
 )
 
 
 @dataclass
 class Session:
-    """A literal block of the page: commands, each with the lines under it."""
+    """A literal block of the page: commands, each with what it prints."""
 
     heading: str
     text: str  # as it stands in the page
-    commands: list[tuple[str, list[str]]]
+    commands: list[tuple[str, str]]
 
 
 def read_sessions(page: str) -> list[Session]:
     sessions = []
     for block in BLOCK.finditer(page):
-        lines = [line.removeprefix("    ") for line in block[1].rstrip().split("\n")]
-        if not lines[0].startswith("$ "):
-            continue
-        commands: list[tuple[str, list[str]]] = []
-        for line in lines:
-            if line.startswith("$ "):
-                commands.append((line.removeprefix("$ "), []))
-            elif line.startswith("> ") and not commands[-1][1]:  # the command goes on
-                command, _ = commands.pop()
-                commands.append((f"{command}\n{line.removeprefix('> ')}", []))
-            else:
-                commands[-1][1].append(line)
-        heading = HEADING.findall(page[: block.start()])[-1][0]
-        sessions.append(Session(heading, block[1].rstrip("\n") + "\n", commands))
+        text = block[1].rstrip("\n") + "\n"
+        if text.startswith("    $ "):
+            heading = HEADING.findall(page[: block.start()])[-1][0]
+            commands = COMMAND.findall(textwrap.dedent(text))
+            sessions.append(Session(heading, text, commands))
     return sessions
 
 
+@dataclass
 class Shell:
     """A shell that starts in the clone, whose user has the cluster's commands."""
 
-    def __init__(self, clone: Path, env: dict[str, str]):
-        self.clone, self.env = clone, env
+    clone: Path
+    env: dict[str, str]
+    # Numbers of the page, and what Slurm has given out.
+    jobs: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self):
         self.process = subprocess.Popen(
             ["bash"],
-            cwd=clone,
-            env=env,
+            cwd=self.clone,
+            env=self.env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self.jobs: dict[
-            str, str
-        ] = {}  # numbers of the page, and what Slurm has given out
 
-    def run(self, command: str, expected: list[str]) -> list[str]:
-        """Return the lines that a command prints, as the page shows them."""
+    def run(self, command: str, expected: str) -> str:
+        """Return what a command prints, as the page shows it."""
         for number, job in self.jobs.items():
             if f"slurm-{number}.out" in command and not command.startswith("until "):
                 self.wait(job, OVER)
-        command = rename(command, self.jobs)
-        self.process.stdin.write(
-            f"{{ {command}\n}} < /dev/null\necho; echo the-end-of-it\n"
+        command = rename(command.replace("\n> ", "\n"), self.jobs)
+        # A line end more, for output that has none.
+        print(
+            f"{{ {command}\n}} < /dev/null\necho; echo {END}",
+            file=self.process.stdin,
+            flush=True,
         )
-        self.process.stdin.flush()
-        lines = []
-        for line in self.process.stdout:
-            if line == "the-end-of-it\n":
-                break
-            lines.append(
-                line.rstrip().replace(str(self.clone), "/home/you/pytorch_on_slurm")
-            )
-        # The line end before the end, which is there for output without one.
-        if lines and not lines[-1]:
-            lines.pop()
-        if (given := SUBMITTED.search("\n".join(lines))) and (
-            told := SUBMITTED.search("\n".join(expected))
-        ):
+        lines = itertools.takewhile(lambda line: line != END, self.process.stdout)
+        output = "".join(line.rstrip() + "\n" for line in lines)
+        output = re.sub(r"(^|\n)\n$", r"\1", output)
+        output = output.replace(str(self.clone), "/home/you/pytorch_on_slurm")
+        given, told = SUBMITTED.search(output), SUBMITTED.search(expected)
+        if given and told:
             self.jobs[told[1]] = given[1]
             self.wait(given[1], ("RUNNING", "PENDING BeginTime", *OVER))
-        return [
-            rename(line, {job: number for number, job in self.jobs.items()})
-            for line in lines
-        ]
+        return rename(output, {job: number for number, job in self.jobs.items()})
 
     def wait(self, job: str, states: tuple[str, ...]) -> None:
         """Wait until a job is in one of these states, each perhaps with a reason."""
-        command = [
-            "squeue",
-            "--noheader",
-            "--states=all",
-            f"--jobs={job}",
-            "--format=%T %r",
-        ]
+        command = f"squeue --noheader --states=all --jobs={job} --format='%T %r'"
         deadline = time.monotonic() + 600
         while not (
-            state := subprocess.check_output(command, env=self.env, text=True)
+            state := subprocess.check_output(
+                command, shell=True, env=self.env, text=True
+            )
         ).startswith(states):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"job {job} is still {state}")
             time.sleep(0.2)
 
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
-
 
 def rename(text: str, jobs: dict[str, str]) -> str:
     """Return text with other numbers for some jobs."""
-    numbers = "|".join(jobs) or "none"
     return re.sub(
-        rf"({JOB})({numbers})\b", lambda match: match[1] + jobs[match[2]], text
+        rf"({JOB})({'|'.join(jobs) or 'none'})\b",
+        lambda match: match[1] + jobs[match[2]],
+        text,
+        flags=re.MULTILINE,
     )
-
-
-def agree(expected: list[str], lines: list[str]) -> bool:
-    """Say whether lines are those of the page, but for the time of the day."""
-    return [TIME.sub("T", line) for line in expected] == [
-        TIME.sub("T", line) for line in lines
-    ]
 
 
 def main() -> None:
@@ -169,38 +138,30 @@ def main() -> None:
     parser.add_argument("word", nargs="?", default="", help="of a heading")
     args = parser.parse_args()
     page = PAGE.read_text()
-    sessions = [
-        item
-        for item in read_sessions(page)
-        if args.word.lower() in item.heading.lower()
-    ]
     with tempfile.TemporaryDirectory(dir=slurm.PARENT) as folder:
-        for limited in (False, True):
+        for how in ({}, LIMITS):
             chosen = [
                 session
-                for session in sessions
-                if (session.heading in LIMITED) == limited
+                for session in read_sessions(page)
+                if args.word.lower() in session.heading.lower()
+                and (session.heading in LIMITED) == bool(how)
             ]
-            if chosen:
-                with start_cluster(limited) as cluster:
-                    clone = make_clone(
-                        ROOT, Path(folder) / str(limited), user_of(cluster)
-                    )
-                    for session in chosen:
-                        page = page.replace(
-                            session.text, rewrite(session, clone, user_of(cluster))
-                        )
-                        PAGE.write_text(page)
+            if not chosen:
+                continue
+            with start_cluster(**how) as cluster:
+                env = user_of(cluster)
+                clone = make_clone(ROOT, Path(folder, cluster.state.name), env)
+                for session in chosen:
+                    page = page.replace(session.text, rewrite(session, clone, env))
+                    PAGE.write_text(page)
 
 
 @contextlib.contextmanager
-def start_cluster(
-    limit_memory: bool, release: str = "installed"
-) -> Iterator[slurm.Cluster]:
+def start_cluster(nodes: int = 3, gpus: int = 4, **how):
+    """Start a cluster that ends with this process, however that ends."""
     read_end, write_end = os.pipe()
-    how = {"limit_memory": True, "proctrack": "cgroup"} if limit_memory else {}
     cluster, supervisor = slurm.start(
-        nodes=3, gpus=4, cpus=64, slurm=release, lifeline=read_end, **how
+        nodes=nodes, gpus=gpus, cpus=64, lifeline=read_end, **how
     )
     os.close(read_end)
     try:
@@ -225,40 +186,25 @@ def rewrite(session: Session, clone: Path, env: dict[str, str]) -> str:
     subprocess.run(["git", "clean", "-dxfq", "--exclude=.venv"], cwd=clone, check=True)
     shell = Shell(clone, env)
     text = ""
-    try:
+    with shell.process:
         for command, expected in session.commands:
-            lines = shell.run(command, expected)
-            fine = agree(expected, lines)
-            verdict = "as before" if fine else "other lines"
+            output = shell.run(command, expected)
+            # But for the time of the day.
+            same = TIME.sub("T", output) == TIME.sub("T", expected)
+            verdict = "as before" if same else "other lines"
             print(f"{session.heading}: {verdict}: {command}", flush=True)
-            lines = [
-                "$ " + command.replace("\n", "\n> "),
-                *(expected if fine else lines),
-            ]
-            text += textwrap.indent("\n".join(lines) + "\n", "    ")
-    finally:
-        shell.close()
-    return text
+            text += f"$ {command}\n{expected if same else output}"
+    return textwrap.indent(text, "    ")
 
 
 def user_of(cluster: slurm.Cluster) -> dict[str, str]:
     """Return a cluster user's variables, without those of whoever runs this."""
-    outside = (
-        "SLURM",
-        "SBATCH",
-        "SALLOC",
-        "SRUN",
-        "UV_",
-        "VIRTUAL_ENV",
-        "MASTER_",
-        "PYTHON",
-        "COLUMNS",
-    )
-    outside += ("CIFAR10", "IMAGENET", "SCRATCH", "GLOO", "NCCL", "TORCH", "OMP")
+    outside = "SLURM SBATCH SALLOC SRUN UV_ VIRTUAL_ENV MASTER_ PYTHON COLUMNS "
+    outside += "CIFAR10 IMAGENET SCRATCH GLOO NCCL TORCH OMP"
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(outside)
+        if not name.startswith(tuple(outside.split()))
     } | cluster.env
 
 

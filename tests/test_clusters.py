@@ -7,23 +7,23 @@ import time
 
 import cluster as slurm
 import pytest
+from first_aid import start_cluster, user_of
 from slurm_jobs import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "clusters.rst").read_text()
-# By the first word of a cluster's paragraph: a partition,
-# and a node as the cluster's documentation has them.
+# By the first word of a cluster's paragraph: a node, as its documentation has them.
 SHAPES = {
-    "Mila": ("long", "l40s", "CPUs=48 RealMemory=1000000"),
-    "Narval": ("gpus", "a100", "CPUs=48 RealMemory=510000"),
-    "Trillium": ("gpus", "h100", "CPUs=96 RealMemory=770000"),
-    "Ibex": ("batch", "a100", "CPUs=62 RealMemory=512000 Features=a100,4gpus"),
+    "Mila": "CPUs=48 RealMemory=1000000 Gres=gpu:l40s:4",
+    "Narval": "CPUs=48 RealMemory=510000 Gres=gpu:a100:4",
+    "Trillium": "CPUs=96 RealMemory=770000 Gres=gpu:h100:4",
+    "Ibex": "CPUs=62 RealMemory=512000 Features=a100,4gpus Gres=gpu:a100:4",
     "Perlmutter": (
-        "gpus",
-        "a100",
-        "CoresPerSocket=64 ThreadsPerCore=2 RealMemory=256000 Features=gpu",
+        "CoresPerSocket=64 ThreadsPerCore=2 RealMemory=256000 "
+        "Features=gpu Gres=gpu:a100:4"
     ),
-    "Jean": ("gpus", "h100", "CPUs=96 RealMemory=512000 Features=h100"),
+    "Jean": "CPUs=96 RealMemory=512000 Features=h100 Gres=gpu:h100:4",
 }
+PARTITIONS = {name: name for name in SHAPES} | {"Mila": "long"}
 
 
 def read_lines() -> dict[str, tuple[str, str]]:
@@ -43,81 +43,61 @@ def test_every_cluster_has_lines():
 
 
 @pytest.fixture(scope="module")
-def small(pytestconfig):
-    """A node, of whatever Slurm the tests run on."""
+def shaped(pytestconfig):
+    """A Slurm with a partition for each of SHAPES, which has a node of that shape."""
     if reason := slurm.missing_requirements():
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    read_end, write_end = os.pipe()
     release = pytestconfig.getoption("slurm") or "installed"
-    running, supervisor = slurm.start(
-        nodes=1, gpus=4, cpus=64, slurm=release, lifeline=read_end
-    )
-    os.close(read_end)
-    yield running
-    os.close(write_end)
-    supervisor.wait()
-
-
-def reshape(cluster: slurm.Cluster, partition: str, gpu: str, node: str) -> None:
-    """Give a cluster another node, and another name to its partition."""
-    config, gres = cluster.state / "slurm.conf", cluster.state / "gres.conf"
-    text = re.sub(
-        r"(NodeName=\S+ NodeAddr=\S+) .*",
-        rf"\1 {node} Gres=gpu:{gpu}:4",
-        config.read_text(),
-    )
-    config.write_text(
-        re.sub(r"PartitionName=\w+ (.*Default)", rf"PartitionName={partition} \1", text)
-    )
-    gres.write_text(
-        re.sub(r"Name=gpu.*File", f"Name=gpu Type={gpu} File", gres.read_text())
-    )
-    cluster.crash("controller")
-    cluster.crash("node1")
-    cluster.revive()
-    deadline = time.monotonic() + 60
-    expected = f"{partition}* idle gpu:{gpu}:4"
-    while (
-        state := run(cluster, "sinfo", "-h", "-o", "%P %T %G").stdout.splitlines()[:1]
-    ) != [expected]:
-        assert time.monotonic() < deadline, state
-        time.sleep(0.1)
+    with start_cluster(len(SHAPES), slurm=release) as cluster:
+        config, gres = cluster.state / "slurm.conf", cluster.state / "gres.conf"
+        text, gpus, file = config.read_text(), "", gres.read_text().split()[-1]
+        for node, (name, shape) in zip(cluster.nodes, SHAPES.items(), strict=True):
+            text = re.sub(rf"(NodeName={node} \S+) .*", rf"\1 {shape}", text)
+            text += f"PartitionName={PARTITIONS[name]} Nodes={node}\n"
+            gpu = shape.split(":")[1]
+            gpus += f"NodeName={node} Name=gpu Type={gpu} {file}\n"
+        config.write_text(text)
+        gres.write_text(gpus)
+        for host in ("controller", *cluster.nodes):
+            cluster.crash(host)
+        cluster.revive()
+        deadline = time.monotonic() + 60
+        idle = {f"{partition} idle" for partition in PARTITIONS.values()}
+        while not idle <= set(
+            states := run(cluster, *"sinfo -hNo".split(), "%R %T").stdout.splitlines()
+        ):
+            assert time.monotonic() < deadline, states
+            time.sleep(0.1)
+        yield cluster
 
 
 def run(
     cluster: slurm.Cluster, *command: str, script: str = ""
 ) -> subprocess.CompletedProcess:
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("SLURM", "SBATCH"))
-    }
-    env |= cluster.env
     return subprocess.run(
-        command, env=env, input=script, capture_output=True, text=True
+        command, env=user_of(cluster), input=script, capture_output=True, text=True
     )
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_lines_fit_the_cluster(small, name):
-    reshape(small, *SHAPES[name])
+def test_lines_fit_the_cluster(shaped, name):
     text, lines = LINES[name]
     own = r"(#SBATCH --(?:ntasks|gpus|cpus|mem).*\n)+"
     script, replaced = re.subn(
         own, lines, (REPOSITORY / "multi_gpu" / "job.sh").read_text()
     )
     assert replaced == 1
-    result = run(small, "sbatch", "--test-only", script=script)
-    assert (
-        result.returncode == 0 and " on nodes node1 in partition " in result.stderr
-    ), result
+    sbatch = ["sbatch", "--test-only"]
+    if "--partition=" not in lines:  # the cluster has a default, or chooses by the GPUs
+        sbatch.append(f"--partition={PARTITIONS[name]}")
+    result = run(shaped, *sbatch, script=script)
+    assert f" in partition {PARTITIONS[name]}" in result.stderr, result
+    assert result.returncode == 0, result
     gpus = re.search(r"--(gpus-per-node|gres)=(.*)4$", lines, re.MULTILINE)
     for wrong in (f"--{gpus[1]}={gpus[2]}5", "--nodes=2", "--cpus-per-task=33"):
-        result = run(small, "sbatch", "--test-only", wrong, script=script)
-        assert result.returncode != 0 and "allocation failure" in result.stderr, (
-            wrong,
-            result,
-        )
+        result = run(shaped, *sbatch, wrong, script=script)
+        assert result.returncode != 0, (wrong, result)
+        assert "allocation failure" in result.stderr, (wrong, result)
     # job.sh needs it.
     assert ("--cpus-per-task=" in lines) != ("export SLURM_CPUS_PER_TASK=" in text)
 

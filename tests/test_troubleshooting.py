@@ -17,9 +17,16 @@ NOT_FROM = {
 SESSIONS = first_aid.read_sessions(first_aid.PAGE.read_text())
 
 
-def case(session: first_aid.Session):
-    marks = [pytest.mark.every_case] if session.heading in SLOW else []
-    return pytest.param(session, id=session.heading, marks=marks)
+def sessions(limited: bool) -> list:
+    return [
+        pytest.param(
+            session,
+            id=session.heading,
+            marks=[pytest.mark.every_case] if session.heading in SLOW else [],
+        )
+        for session in SESSIONS
+        if (session.heading in first_aid.LIMITED) == limited
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +43,13 @@ def page_holds(jobs, session):
         pytest.skip(f"this Slurm {does}")
 
 
-@pytest.mark.parametrize(
-    "session", [case(s) for s in SESSIONS if s.heading not in first_aid.LIMITED]
-)
+@pytest.mark.parametrize("session", sessions(limited=False))
 def test_session(jobs, page_holds, nothing_left, home, session):
-    assert (
-        first_aid.rewrite(session, home, first_aid.user_of(jobs.cluster))
-        == session.text
-    )
+    env = first_aid.user_of(jobs.cluster)
+    assert first_aid.rewrite(session, home, env) == session.text
 
 
-@pytest.mark.parametrize(
-    "session", [case(s) for s in SESSIONS if s.heading in first_aid.LIMITED]
-)
+@pytest.mark.parametrize("session", sessions(limited=True))
 def test_session_with_limited_memory(jobs, page_holds, home, session, pytestconfig):
     if not slurm.MEMORY.exists():
         pytest.skip(
@@ -56,10 +57,9 @@ def test_session_with_limited_memory(jobs, page_holds, home, session, pytestconf
             "which are not here"
         )
     release = pytestconfig.getoption("slurm") or "installed"
-    with first_aid.start_cluster(limit_memory=True, release=release) as cluster:
-        assert (
-            first_aid.rewrite(session, home, first_aid.user_of(cluster)) == session.text
-        )
+    with first_aid.start_cluster(slurm=release, **first_aid.LIMITS) as cluster:
+        env = first_aid.user_of(cluster)
+        assert first_aid.rewrite(session, home, env) == session.text
 
 
 def test_every_command_is_in_a_session():

@@ -7,246 +7,164 @@ images, and what it would be if the device itself decoded the JPEGs.
 `taskset --cpu-list 0-3` before it tells how far four cores reach.
 """
 
-import argparse
 import io
-import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from imagenet_input import build_scratch, data, image_folder, options, order
+from imagenet_input import image_folder, imagenet_parser, load, stage, usual_loader
 from PIL import Image
 from side_by_side import (
-    argument_parser,
+    build_optimizer,
+    compare,
     distribute,
     load_example,
-    print_table,
+    parse_args,
+    read_items,
     take_turns,
+    train_plainly,
 )
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset
 from torchvision.io import decode_jpeg
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "imagenet"))
-import checkpoint
-import watch
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argument_parser(__doc__, rounds=3)
-    add = parser.add_argument
-    add(
-        "--source",
-        type=Path,
-        help="folder with ImageNet's three archives; without it, made-up ones",
-    )
-    add(
-        "--samples",
-        type=int,
-        default=12800,
-        help="images in a turn, of those that there are",
-    )
-    add("--model", default="resnet50", help="one of torchvision's")
-    add("--batch-size", type=int, default=256)
-    add("--workers", type=int, default=8, help="worker processes")
-    add(
-        "--scratch",
-        type=Path,
-        help="folder for what it stages, which stays there for the next time",
-    )
-    add(
-        "--compile",
-        action="store_true",
-        help="compile the model of the example, and that of the limit",
-    )
-    return parser.parse_args()
 
 
 def main() -> None:
-    args = parse_args()
+    parser = imagenet_parser(
+        __doc__, rounds=3, samples=12800, batch_size=256, workers=8
+    )
+    parser.add_argument("--model", default="resnet50", help="one of torchvision's")
+    args = parser.parse_args()
     example = load_example("imagenet")
-    example.set_ranks()
     with tempfile.TemporaryDirectory() as temporary:
-        scratch = args.scratch or Path(temporary)
-        build_scratch(scratch, args, {"copied": [], "tree": ["--extract"]})
-        variants = build_variants(example, scratch, args)
-        rates = take_turns(variants, args.rounds)
-    usual, *_, limit = variants
-    title = (
-        f"Training a {args.model}, batches of {args.batch_size}, {args.workers} workers"
-    )
-    print_table(title, "images/s", rates, usual, limit)
-    dist.destroy_process_group()
-
-
-def build_variants(example, scratch: Path, args: argparse.Namespace) -> dict:
-    """Return a function for each way: it does some steps, and counts the images."""
-    settings = options(scratch / "copied", args)
-    for name, value in vars(args).items():
-        setattr(settings, name, value)
-    settings.learning_rate, settings.weight_decay, settings.epochs = 0.0, 0.0, 10**6
-    settings.save_minutes, settings.save_steps = 10**6, 10**6
-    settings.profile = False
-    settings.wandb, settings.timeout = None, 24 * 60 * 60
-    staged, _ = example.load_data(settings)
-    settings.limit_train_samples = len(staged)  # for made-up ones: as many
-    settings.synthetic = True
-    synthetic, _ = example.load_data(settings)
-    # As main.py does, before CUDA and NCCL are up.
-    staged_loader = example.build_loader(staged, args.workers)
-    synthetic_loader = example.build_loader(synthetic, args.workers)
-    device = example.setup_distributed(settings.timeout)
-    watching = watch.Watch(scratch, device, settings, 0)
-    classes, steps = len(staged.images.classes), len(staged) // args.batch_size
-
-    def make_model():
-        model = example.build_model(settings, classes).to(
-            device, memory_format=torch.channels_last
+        scratch = Path(args.scratch or temporary)
+        copied = stage(args, scratch, "copied")
+        tree = image_folder(stage(args, scratch, "tree", "--extract"), args)
+        staged = load(example, copied, args)
+        args.samples = len(staged)
+        synthetic = load(example, copied, args, "--synthetic")
+        # As main.py does, before CUDA and NCCL are up.
+        staged_loader, synthetic_loader = (
+            example.build_loader(part, args.workers) for part in (staged, synthetic)
         )
-        if args.compile:
-            model.compile()
-        return model
-
-    def shipped(loader):
-        model = make_model()
-        optimizer, scheduler = example.build_optimizer(
-            model, settings, args.batch_size, steps
+        settings = parse_args(
+            example,
+            f"--model={args.model}",
+            f"--batch-size={args.batch_size}",
+            "--timeout=86400",  # nothing is saved, and nothing is called a hang
+            "--save-minutes=86400",
         )
-        run = checkpoint.Run(model, optimizer, scheduler, {}, args.batch_size)
-        ddp_model = distribute(model)
-        # An epoch ends with a checkpoint. A turn is much shorter than an epoch,
-        # so this one does not.
-        no_checkpoints = argparse.Namespace(
-            save=lambda run: None, saved_at=time.monotonic()
-        )
+        example.set_ranks()
+        device = example.setup_distributed(settings.timeout)
+        watch = example.Watch(scratch, device, settings, 0)
+        classes, steps = len(staged.images.classes), len(staged) // args.batch_size
 
-        def turn() -> int:
-            batches = example.training_batches(loader, run, device)
-            batches = watching.batches(batches)
-            bar = example.progress(run.epoch, steps, run.global_batch_size)
-            example.train(
-                ddp_model, run, batches, bar, no_checkpoints, watching, settings
+        def make_model():
+            model = example.build_model(settings, classes)
+            model = model.to(device, memory_format=torch.channels_last)
+            return model, *build_optimizer(example, model, args.batch_size, steps)
+
+        def shipped(loader):
+            model, optimizer, scheduler = make_model()
+            run = example.Run(model, optimizer, scheduler, {}, args.batch_size)
+            ddp_model = distribute(model)
+            # An epoch ends with a checkpoint. A turn is much shorter than an epoch, so
+            # this one does not.
+            no_checkpoints = SimpleNamespace(
+                save=lambda run: None, saved_at=time.monotonic()
             )
-            run.start_epoch(run.epoch + 1)
-            return done()
 
-        return turn
+            def turn() -> None:
+                batches = example.training_batches(loader, run, device)
+                example.train(
+                    ddp_model,
+                    run,
+                    watch.batches(batches),
+                    example.progress(1, steps, args.batch_size),
+                    no_checkpoints,
+                    watch,
+                    settings,
+                )
+                run.start_epoch(run.epoch + 1)
 
-    def plain(loader, autocast: bool, prepare):
-        """Train as most scripts do; `prepare` makes float32 of what is loaded."""
-        model = make_model()
-        sgd, _ = example.build_optimizer(model, settings, args.batch_size, steps)
+            return turn
 
-        def turn() -> int:
-            model.train()
-            loss_sum, correct = 0.0, 0
-            for images, labels in loader:
-                images, labels = prepare(images), labels.to(device)
-                with torch.autocast(
-                    device.type,
-                    torch.bfloat16,
-                    enabled=autocast and device.type == "cuda",
-                ):
-                    outputs = model(images)
-                    loss = F.cross_entropy(outputs, labels, label_smoothing=0.1)
-                sgd.zero_grad()
-                loss.backward()
-                sgd.step()
-                loss_sum += loss.item() * len(labels)
-                correct += (outputs.argmax(1) == labels).sum().item()
-            return done()
+        def plain(loader, to_device, bfloat16=True):
+            model, optimizer, _ = make_model()
 
-        return turn
+            def turn() -> None:
+                batches = (to_device(*batch) for batch in loader)
+                train_plainly(model, optimizer, batches, bfloat16, read_items)
 
-    def decode_there(encoded: tuple[torch.Tensor, list[int]]) -> torch.Tensor:
-        content, sizes = encoded
-        images = decode_jpeg(list(content.split(sizes)), mode="RGB", device=device)
-        if device.type == "cuda":  # where PyTorch does not resize bytes
-            images = [image.float() for image in images]
-        return example.normalize(
-            torch.stack([staged.crop_and_flip(image) for image in images])
+            return turn
+
+        def copy(images, labels):
+            return images.to(device), labels.to(device)
+
+        def decode(content, sizes, labels):
+            images = decode_jpeg(list(content.split(sizes)), mode="RGB", device=device)
+            if on_gpu:  # where PyTorch does not resize bytes
+                images = [image.float() for image in images]
+            images = torch.stack([staged.crop_and_flip(image) for image in images])
+            return example.normalize(images), labels.to(device)
+
+        on_gpu = device.type == "cuda"
+        pil = usual_loader(tree, args, pin_memory=on_gpu)
+        encoded = usual_loader(
+            Encoded(staged), args, pin_memory=on_gpu, collate_fn=as_one
         )
-
-    tree = image_folder(scratch / "tree")
-    make_loader = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True}
-    make_loader |= {"num_workers": args.workers, "persistent_workers": args.workers > 0}
-    make_loader["pin_memory"] = device.type == "cuda"
-    pil = DataLoader(Subset(tree, order(tree, args)), **make_loader)
-    encoded = DataLoader(Encoded(staged), collate_fn=as_one, **make_loader)
-
-    bare_model = make_model()
-    bare_sgd, _ = example.build_optimizer(bare_model, settings, args.batch_size, steps)
-    batch = torch.randint(
-        256, (args.batch_size, 3, 224, 224), dtype=torch.uint8, device=device
-    )
-    batch, labels = (
-        example.normalize(batch),
-        torch.randint(classes, (args.batch_size,), device=device),
-    )
-
-    def bare() -> int:
-        bare_model.train()
-        for _ in range(steps):
-            with torch.autocast(
-                device.type, torch.bfloat16, enabled=device.type == "cuda"
-            ):
-                loss = F.cross_entropy(bare_model(batch), labels, label_smoothing=0.1)
-            bare_sgd.zero_grad()
-            loss.backward()
-            bare_sgd.step()
-        return done()
-
-    def done() -> int:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return steps * args.batch_size
-
-    return {
-        "ImageFolder, v2 on PIL, float32, .item()": plain(
-            pil, False, lambda images: images.to(device)
-        ),
-        "imagenet/main.py": shipped(staged_loader),
-        f"no DDP, .item(), JPEGs decoded on the {device.type}": plain(
-            encoded, True, decode_there
-        ),
-        "imagenet/main.py --synthetic": shipped(synthetic_loader),
-        "forward, backward, step on one batch": bare,
-    }
+        images = torch.randn(args.batch_size, 3, 224, 224, device=device)
+        images = images.contiguous(memory_format=torch.channels_last)
+        labels = torch.randint(classes, (args.batch_size,), device=device)
+        bare_model, bare_sgd, _ = make_model()
+        variants = {
+            "ImageFolder, v2 on PIL, float32, .item()": plain(
+                pil, copy, bfloat16=False
+            ),
+            "imagenet/main.py": shipped(staged_loader),
+            f"no DDP, .item(), JPEGs decoded on the {device.type}": plain(
+                encoded, decode
+            ),
+            "imagenet/main.py --synthetic": shipped(synthetic_loader),
+            "forward, backward, step on one batch": lambda: train_plainly(
+                bare_model, bare_sgd, [(images, labels)] * steps
+            ),
+        }
+        seconds = take_turns(variants, args.rounds)
+    title = f"{args.model}, batches of {args.batch_size}, {args.workers} workers"
+    compare(f"Training a {title}", seconds, steps * args.batch_size, "images/s")
+    dist.destroy_process_group()
 
 
 class Encoded(Dataset):
     """The bytes of staged JPEGs, and their classes."""
 
-    def __init__(self, chosen: data.Augmented):
-        self.images, self.chosen = chosen.images, chosen.chosen
+    def __init__(self, staged):
+        self.images, self.chosen = staged.images, staged.chosen
 
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
-        while True:
-            i = self.chosen[number]
-            content = self.images.read_bytes(i)
-            image = Image.open(io.BytesIO(content.numpy()))
-            if image.format == "JPEG" and image.mode in ("RGB", "L"):
-                return content, int(self.images.labels[i])
-            # A GPU decodes no others; ImageNet has 23 of them.
-            number = (number + 1) % len(self)
+    def __getitem__(self, number: int):
+        i = self.chosen[number]
+        content = self.images.read_bytes(i)
+        image = Image.open(io.BytesIO(content.numpy()))
+        # A GPU decodes no others; ImageNet has 23 of them.
+        if image.format != "JPEG" or image.mode not in ("RGB", "L"):
+            return self[(number + 1) % len(self)]
+        return content, int(self.images.labels[i])
 
 
-def as_one(
-    samples: list[tuple[torch.Tensor, int]],
-) -> tuple[tuple[torch.Tensor, list[int]], torch.Tensor]:
-    """Return the bytes of all images in a row, with their numbers, and the labels.
+def as_one(samples):
+    """Return the bytes of all images in a row, their numbers, and the labels.
 
     Each tensor that comes from a worker takes a file descriptor.
     """
     contents, labels = zip(*samples, strict=True)
-    return (torch.cat(contents), [len(content) for content in contents]), torch.tensor(
-        labels
-    )
+    sizes = [len(content) for content in contents]
+    return torch.cat(contents), sizes, torch.tensor(labels)
 
 
 if __name__ == "__main__":

@@ -1,46 +1,63 @@
 """What the benchmarks share: variants take turns, and a table compares the medians."""
 
 import argparse
-import importlib.util
+import importlib
 import os
 import platform
+import re
 import shutil
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def argument_parser(doc: str, rounds: int) -> argparse.ArgumentParser:
     """Return a parser with the first line of a benchmark's docstring, and --rounds."""
     parser = argparse.ArgumentParser(
         description=doc.splitlines()[0],
-        usage="%(prog)s [options]",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=rounds, help="turns of each")
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help="turns of each, beside the first"
+    )
     return parser
+
+
+def prepare_data(source: Path, data_dir: Path, *flags: str) -> None:
+    """Stage ImageNet's archives as imagenet's job.sh does."""
+    script = ROOT / "imagenet" / "prepare_data.py"
+    where = [f"--source={source}", f"--data-dir={data_dir}"]
+    command = [sys.executable, script, *where, *flags]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
 
 
 def load_example(folder: str):
     """Return an example's main.py as a module, as it is."""
-    path = Path(__file__).parents[2] / folder / "main.py"
-    spec = importlib.util.spec_from_file_location(f"{folder}_main", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(ROOT / folder))
+    return importlib.import_module("main")
 
 
-def train(example, model, optimizer, scheduler, data, *epoch: int) -> None:
-    """Train as the example's main() does: `epoch` is global batch, seed, number."""
-    batches = example.training_batches(data, *epoch)
-    bar = example.progress(epoch[-1], len(data) // epoch[0])
-    example.train(model, optimizer, scheduler, batches, bar)
+def parse_args(example, *arguments: str) -> argparse.Namespace:
+    """Return what the example makes of these arguments and of its defaults."""
+    with mock.patch.object(sys, "argv", ["main.py", *arguments]):
+        return example.parse_args()
+
+
+def build_optimizer(example, model: nn.Module, batch_size: int, steps: int):
+    """Return the example's SGD, at a rate of 0, and its schedule."""
+    args = parse_args(example, "--learning-rate=0", "--epochs=1000000")
+    return example.build_optimizer(model, args, batch_size, steps)
 
 
 def distribute(model: nn.Module) -> nn.Module:
@@ -50,73 +67,104 @@ def distribute(model: nn.Module) -> nn.Module:
     return ddp_model
 
 
-class FreeNetwork(nn.Module):
-    """A network that costs nothing: the same logits for every image."""
+def shipped(example, model: nn.Module, data, batch_size: int):
+    """Return a function that trains for an epoch of CIFAR-10 as main() does."""
+    steps = len(data) // batch_size
+    optimizer, scheduler = build_optimizer(example, model, batch_size, steps)
 
-    def __init__(self):
-        super().__init__()
-        self.logits = nn.Parameter(torch.zeros(10))
+    def turn() -> None:
+        batches = example.training_batches(data, batch_size, 0, 1)
+        bar = example.progress(1, steps)
+        example.train(model, optimizer, scheduler, batches, bar)
 
-    def forward(self, images):
-        return self.logits.expand(len(images), 10)
+    return turn
+
+
+def train_plainly(model, optimizer, batches, bfloat16=True, read=None) -> None:
+    """Do forward, backward and step on each of the batches.
+
+    A GPU computes in bfloat16, or else in float32. `read` takes the results of a step.
+    """
+    model.train()
+    for images, labels in batches:
+        device = labels.device.type
+        with torch.autocast(device, torch.bfloat16, bfloat16 and device == "cuda"):
+            logits = model(images)
+            loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if read:
+            read(logits.detach(), labels, loss.detach())
+
+
+def read_items(logits, labels, loss) -> None:
+    """Read loss and correct answers in every step, as most scripts do."""
+    (loss * len(labels)).item()
+    (logits.argmax(1) == labels).sum().item()
 
 
 def take_turns(
-    variants: dict[str, Callable[[], int]], rounds: int
+    variants: dict, rounds: int, prepare=lambda: None
 ) -> dict[str, list[float]]:
-    """Return what each variant did per second, in every turn: A B A B.
+    """Return the seconds that each variant took in every turn: A B A B.
 
-    A variant returns how much it did. Its first turn warms up, and is not counted.
+    The first turn warms up, and is not counted, unless there is no other.
     """
-    rates: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(-1, rounds):
+    seconds = {name: [] for name in variants}
+    for _ in range(1 + rounds):
         for name, variant in variants.items():
+            prepare()
             start = time.perf_counter()
-            done = variant()
-            rate = done / (time.perf_counter() - start)
-            if turn >= 0:
-                rates[name].append(rate)
-    return rates
+            variant()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: values[1:] or values for name, values in seconds.items()}
 
 
-def print_table(
+def compare(
     title: str,
-    unit: str,
-    rates: dict[str, list[float]],
-    usual: str,
-    limit: str | None = None,
+    seconds: dict[str, list[float]],
+    count: int = 0,
+    unit: str = "seconds",
+    has_limit: bool = True,
 ) -> None:
-    """Print the median of every variant, and its ratios to the usual and the limit."""
-    table = Table(title=f"{title}\n{describe_machine()}", min_width=100)
-    columns = ["", f"{unit}, median", "lowest", "highest", "times the usual way"]
-    for column in [*columns, "of the limit"] if limit else columns:
-        table.add_column(column, justify="right" if column else "left")
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    for name, values in rates.items():
+    """Print medians, and how fast each variant is beside the usual way and the limit.
+
+    The usual way is the first one, the limit the last one. A turn did `count` of
+    `unit`, which are then printed per second.
+    """
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    usual, *_, limit = medians.values()
+    rows = []
+    for name, values in seconds.items():
         numbers = [medians[name], min(values), max(values)]
-        row = [
-            name,
-            *(
-                f"{number:,.4g}" if number < 100 else f"{number:,.0f}"
-                for number in numbers
-            ),
-        ]
-        row.append(f"{medians[name] / medians[usual]:.2f}")
-        if limit:
-            row.append(f"{medians[name] / medians[limit]:.2f}")
+        if count:
+            numbers = [count / number for number in numbers]
+        row = [f"{n:,.0f}" if n > 100 else f"{n:.4g}" for n in numbers]
+        row.append(f"{usual / medians[name]:.2f}")
+        if has_limit:
+            row.append(f"{limit / medians[name]:.2f}")
+        rows.append([name, *row])
+    columns = ["", f"{unit}, median", "fastest", "slowest", "times the usual way"]
+    print_table(title, [*columns, "of the limit"][: len(rows[0])], rows)
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(title=f"{title}\n{describe_machine()}", min_width=100)
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    for row in rows:
         table.add_row(*row)
     Console(width=max(110, shutil.get_terminal_size().columns)).print(table)
 
 
 def describe_machine() -> str:
     """Name the processor, how busy it is, PyTorch, and the GPU if there is one."""
-    models = [
-        line.split(": ")[1].strip()
-        for line in open("/proc/cpuinfo")
-        if line.startswith("model name")
-    ]
+    named = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     parts = [
-        models[0] if models else platform.machine(),
+        named[1] if named else platform.machine(),
         f"{len(os.sched_getaffinity(0))} cores",
         f"load {os.getloadavg()[0]:.1f}",
         f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads",

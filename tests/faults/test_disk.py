@@ -1,5 +1,6 @@
 """Checkpoints and data that are damaged, missing or not the run's, and full disks."""
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -15,6 +16,7 @@ from slurm_jobs import (
     PICTURES,
     TWO,
     VALID_PICTURES,
+    Result,
     User,
     every_case,
     weights,
@@ -23,11 +25,9 @@ from slurm_jobs import (
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def stopped(user: User, folder: Path, *arguments: str) -> tuple[str, list[Path]]:
+def stopped(user: User, folder: Path) -> tuple[str, list[Path]]:
     """Stop a job in its second epoch; return output, and checkpoints newest first."""
-    job = user.train(
-        *EPOCHS, "--save-steps=3", f"--checkpoint-dir={folder}", *arguments
-    )
+    job = user.train(*EPOCHS, "--save-steps=3", f"--checkpoint-dir={folder}")
     user.until_found(
         job, lambda: list(folder.glob("epoch-002-*.pt")), "second epoch", 120, 0.001
     )
@@ -35,13 +35,34 @@ def stopped(user: User, folder: Path, *arguments: str) -> tuple[str, list[Path]]
     return output, sorted(folder.glob("epoch-*.pt"), reverse=True)
 
 
-def errors(output: str) -> list[str]:
+def errors(result: Result) -> list[str]:
     """Return all error lines but the last one, job.sh's about the requeue."""
-    return re.findall(
-        r"^(?:job.sh|prepare_data.py|main.py): error: (?!status).*",
-        output,
-        re.MULTILINE,
-    )
+    pattern = r"^(?:job.sh|prepare_data.py|main.py): error: (?!status).*"
+    return re.findall(pattern, result.output, re.MULTILINE)
+
+
+def assert_failed(user: User, result: Result, restarts: str = "0") -> None:
+    assert result.state == "FAILED", result
+    assert user.show(result.job)["Restarts"] == restarts, result
+
+
+def on(user: User, node: str, *command) -> Result:
+    """Run a command on a node."""
+    return user.run([*user.cluster.namespaces(node), *command])
+
+
+@contextlib.contextmanager
+def disk_on(user: User, node: str, path: str, options: str):
+    """Make a folder on both nodes, which on one of them is a disk of its own."""
+    for name in ("node1", "node2"):
+        on(user, name, "mkdir", path)
+    on(user, node, "mount", "-t", "tmpfs", "-o", options, "a disk", path)
+    try:
+        yield
+    finally:
+        on(user, node, "umount", path)
+        for name in ("node1", "node2"):
+            on(user, name, "rm", "-rf", path)
 
 
 class Malicious:
@@ -61,76 +82,67 @@ def test_damaged_checkpoint(user, undisturbed, tmp_path, damage):
     before, (newest, *older) = stopped(user, folder)
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
-    if damage in ("bit", "all"):
-        newest.write_bytes(content)
-    elif damage == "code":
-        newest.write_bytes(pickle.dumps(Malicious(proof)))
-    else:
-        newest.write_bytes(content[: len(content) // 2] if damage == "cut" else b"")
+    others = {
+        "cut": content[: len(content) // 2],
+        "empty": b"",
+        "code": pickle.dumps(Malicious(proof)),
+    }
+    newest.write_bytes(others.get(damage, content))
     if damage == "all":
         for path in older:
             path.write_bytes(b"no checkpoint")
     result = user.wait(user.train(*EPOCHS, f"--checkpoint-dir={folder}"))
-    warnings = re.findall(
-        r"^warning: (.*) is damaged, trying the one before: ",
-        result.output,
-        re.MULTILINE,
-    )
+    warning = r"^warning: (.*) is damaged, trying the one before: "
+    warned = re.findall(warning, result.output, re.MULTILINE)
     if damage == "all":
-        assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", (
-            result
-        )
-        assert errors(result.output) == [
+        assert_failed(user, result)
+        assert errors(result) == [
             f"main.py: error: no whole checkpoint is left in {folder}: "
             "remove the damaged ones there to start again from the beginning"
         ], result
-        assert warnings == [str(path) for path in (newest, *older)], result
+        assert warned == [str(path) for path in (newest, *older)], result
     else:
         assert weights(replace(result, output=before + result.output)) == undisturbed
-        assert warnings == [str(newest)], result
+        assert warned == [str(newest)], result
         assert f"\nResuming from {older[0]}\n" in result.output, result
     assert not proof.exists()
 
 
-CHANGES = every_case(
-    "model", "data", "seed", "batch size", "entry", "missing entry", "further entry"
-)
+# What else main.py is told, and why it refuses.
+CHANGES = {
+    "model": ("--model=resnet18", "with model shufflenet_v2_x0_5, not resnet18"),
+    "data": ("", "with fingerprints of the data"),
+    "seed": ("--seed=1", "with seed 0, not 1"),
+    "batch size": ("--batch-size=4", "with batch_size 5, not 4"),
+    "entry": ("", "does not fit --model shufflenet_v2_x0_5: "),
+    "missing entry": ("", 'Missing key(s) in state_dict: "fc.bias"'),
+    "further entry": ("", 'Unexpected key(s) in state_dict: "fc.more"'),
+}
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", every_case(*CHANGES))
 def test_checkpoint_of_another_run(user, tmp_path, change):
     """It is refused with the reason."""
     folder = tmp_path / "checkpoints"
     _, (newest, *_) = stopped(user, folder)
-    other = {
-        "model": (["--model=resnet18"], "with model shufflenet_v2_x0_5, not resnet18"),
-        "data": ([], "with fingerprints of the data"),
-        "seed": (["--seed=1"], "with seed 0, not 1"),
-        "batch size": (["--batch-size=4"], "with batch_size 5, not 4"),
-        "entry": ([], "does not fit --model shufflenet_v2_x0_5: "),
-        "missing entry": ([], 'Missing key(s) in state_dict: "fc.bias"'),
-        "further entry": ([], 'Unexpected key(s) in state_dict: "fc.more"'),
-    }
-    arguments, reason = other[change]
     # Whole, but with a tensor of another shape, too few or too many.
     if "entry" in change:
         state = torch.load(newest, weights_only=True)
         if change == "missing entry":
             del state["model"]["fc.bias"]
         else:
-            state["model"]["fc.bias" if change == "entry" else "fc.more"] = torch.zeros(
-                7
-            )
+            name = "fc.bias" if change == "entry" else "fc.more"
+            state["model"][name] = torch.zeros(7)
         torch.save(state, newest)
     env = {}
-    if change == "data":  # as many pictures, but others
+    if change == "data":  # as many images, but others
         draw(tmp_path / "others", resolution=44)
         env = {"IMAGENET_DIR": str(tmp_path / "others")}
-    result = user.wait(
-        user.train(*EPOCHS, f"--checkpoint-dir={folder}", *arguments, **env)
-    )
-    assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
-    (error,) = errors(result.output)
+    flag, reason = CHANGES[change]
+    job = user.train(*EPOCHS, f"--checkpoint-dir={folder}", *flag.split(), **env)
+    result = user.wait(job)
+    assert_failed(user, result)
+    (error,) = errors(result)
     assert reason in error, result
     assert newest.exists()
 
@@ -138,62 +150,41 @@ def test_checkpoint_of_another_run(user, tmp_path, change):
 @pytest.mark.parametrize("what", every_case("full", "gone", "read-only"))
 def test_checkpoint_folder(user, tmp_path, what):
     """Training ends and says what is not on disk; checkpoints before the fault stay."""
-    # A disk of rank 0's node: enough for the staged data
-    # and two checkpoints, not for the third.
-    disk, node1 = "/tmp/a small disk", user.cluster.namespaces("node1")
-    folder = Path(f"{disk}/checkpoints")
-    user.run([*node1, "mkdir", "-p", disk])
-    size = "size=64m" if what == "gone" else "size=8m"
-    user.run([*node1, "mount", "-t", "tmpfs", "-o", size, "checkpoints", disk])
-    if what == "read-only":
-        user.run([*node1, "mount", "-o", "remount,ro", disk])
-    try:
+    disk = "/tmp/a small disk"  # for two checkpoints, not for the third
+    folder = (tmp_path if what == "gone" else Path(disk)) / "checkpoints"
+    first = folder / "epoch-001-step-000003.pt"
+    with disk_on(user, "node1", disk, "ro" if what == "read-only" else "size=8m"):
         job = user.train(
             *EPOCHS, "--save-steps=3", "--keep=9", f"--checkpoint-dir={folder}"
         )
         if what == "gone":
-            there = [*node1, "ls", f"{folder}/epoch-001-step-000003.pt"]
-            user.until_found(
-                job, lambda: user.run(there).exit_code == 0, "checkpoint", 60, 0.001
-            )
-            user.run([*node1, "rm", "-rf", folder])
+            user.until_found(job, first.exists, "checkpoint", 60, 0.001)
+            folder.rename(tmp_path / "elsewhere")
         result = user.wait(job)
-        left = user.run([*node1, "ls", folder]).output.split()
-    finally:
-        user.run([*node1, "umount", disk])
-        user.run([*node1, "rmdir", disk])
-    restarts = user.show(job)["Restarts"]
+        left = on(user, "node1", "ls", folder).output
+    assert ".partial" not in left
     if what == "read-only":
-        assert (result.state, restarts) == ("FAILED", "0"), result
-        assert errors(result.output) == [
-            f"main.py: error: cannot use {folder}: Read-only file system"
-        ], result
+        assert_failed(user, result)
+        said = f"main.py: error: cannot use {folder}: Read-only file system"
+        assert errors(result) == [said], result
     elif what == "full":
         # The first start has brought checkpoints, and the second one none.
-        assert (result.state, restarts) == ("FAILED", "1"), result
-        assert re.fullmatch(
-            rf"(main.py: error: cannot write {folder}/epoch-.*.pt: "
-            r"No space left on device(\n|$)){2}",
-            "\n".join(errors(result.output)),
-        ), result
+        assert_failed(user, result, restarts="1")
+        said = rf"main.py: error: cannot write {folder}/epoch-.*.pt: No space left on"
+        assert len(errors(result)) == 2, result
+        assert all(re.match(said, error) for error in errors(result)), result
+        assert first.name in left, result
     else:
         # It starts again from the beginning.
-        assert (result.state, restarts) == ("COMPLETED", "1"), result
-        (error,) = errors(result.output)
+        assert result.state == "COMPLETED", result
+        assert user.show(job)["Restarts"] == "1", result
+        (error,) = errors(result)
         assert error.endswith(": No such file or directory"), result
-    assert not [name for name in left if name.endswith(".partial")]
-    if what == "full":
-        assert "epoch-001-step-000003.pt" in left
 
 
 def draw(folder: Path, resolution: int = 40) -> None:
-    draw_imagenet(
-        folder,
-        classes=4,
-        train=PICTURES // 4,
-        valid=VALID_PICTURES // 4,
-        resolution=resolution,
-    )
+    counts = {"train": PICTURES // 4, "valid": VALID_PICTURES // 4}
+    draw_imagenet(folder, classes=4, **counts, resolution=resolution)
 
 
 @pytest.mark.parametrize(
@@ -203,66 +194,46 @@ def test_bad_data(user, tmp_path, what):
     """It is named, before training if possible, and is no reason to try again."""
     source = tmp_path / "archives"
     draw(source)
-    train = source / "ILSVRC2012_img_train.tar"
+    train, valid = (source / f"ILSVRC2012_img_{part}.tar" for part in ("train", "val"))
+    jpeg = b"\xff\xd8\xff"  # the first bytes of one
+    message = f"prepare_data.py: error: .*{train.name}"
     if what == "bad picture":
         content = bytearray(train.read_bytes())
-        # A JPEG's first bytes.
-        start = content.index(b"\xff\xd8\xff", len(content) // 2)
+        start = content.index(jpeg, len(content) // 2)
         content[start + 20 : start + 400] = bytes(380)
         train.write_bytes(content)
         message = r"main.py: error: .*n0000000\d_\d+.JPEG"
     elif what == "missing":
         train.unlink()
-        message = f"prepare_data.py: error: .*{train.name}"
     elif what == "cut":
         os.truncate(train, train.stat().st_size // 2)
-        message = f"prepare_data.py: error: .*{train.name}"
     elif what == "labels":
-        valid = source / "ILSVRC2012_img_val.tar"
-        valid.write_bytes(tar_bytes({"ILSVRC2012_val_00000001.JPEG": b"\xff\xd8\xff"}))
+        valid.write_bytes(tar_bytes({"ILSVRC2012_val_00000001.JPEG": jpeg}))
         message = f"prepare_data.py: error: .*{valid.name}"
     else:
-        name, picture = (
-            "train/a/../../../../../../../../tmp/outside.jpg",
-            b"\xff\xd8\xff",
-        )
+        name = "train/a/../../../../../../../../tmp/outside.jpg"
         source = tmp_path / "mine.tar"
         source.write_bytes(
-            tar_bytes({"train/a/1.jpg": picture, "val/a/1.jpg": picture, name: picture})
+            tar_bytes({"train/a/1.jpg": jpeg, "val/a/1.jpg": jpeg, name: jpeg})
         )
-        message = (
-            "prepare_data.py: error: .*mine.tar: "
-            f"a member's name, '{name}', leads elsewhere"
-        )
+        leads = f"a member's name, '{name}', leads elsewhere"
+        message = f"prepare_data.py: error: .*mine.tar: {leads}"
     result = user.wait(user.train(*EPOCHS, IMAGENET_DIR=str(source)))
-    assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
-    assert re.match(message, errors(result.output)[0]), result
-    assert len(set(errors(result.output))) <= 2, result  # one for each node
+    assert_failed(user, result)
+    assert re.match(message, errors(result)[0]), result
+    assert len(set(errors(result))) <= 2, result  # one for each node
     for node in ("node1", "node2"):
-        assert (
-            user.run(
-                [*user.cluster.namespaces(node), "ls", "/tmp/outside.jpg"]
-            ).exit_code
-            != 0
-        )
+        assert on(user, node, "ls", "/tmp/outside.jpg").exit_code != 0
 
 
 @pytest.mark.parametrize("what", every_case("full", "read-only"))
 def test_slurm_tmpdir(user, what):
     """A node's disk without room, or that cannot be written to, is named."""
-    disk, node2 = "/tmp/a site's disk", user.cluster.namespaces("node2")
-    for node in ("node1", "node2"):
-        user.run([*user.cluster.namespaces(node), "mkdir", "-p", disk])
-    user.run([*node2, "mount", "-t", "tmpfs", "-o", "size=200k", "data", disk])
-    if what == "read-only":
-        user.run([*node2, "mount", "-o", "remount,ro", disk])
-    try:
-        result = user.wait(user.train(*EPOCHS, SLURM_TMPDIR=disk, flags=TWO))
-    finally:
-        user.run([*node2, "umount", disk])
-        for node in ("node1", "node2"):
-            user.run([*user.cluster.namespaces(node), "rm", "-rf", disk])
-    assert result.state == "FAILED" and user.show(result.job)["Restarts"] == "0", result
+    disk = "/tmp/a site's disk"
+    options = "size=200k" if what == "full" else "ro"
+    with disk_on(user, "node2", disk, options):
+        result = user.wait(user.train(*EPOCHS, SLURM_TMPDIR=disk))
+    assert_failed(user, result)
     assert re.search(rf"error: .*{disk}|cannot .*{disk}", result.output), result
     assert "node2" in result.output and "World size" not in result.output, result
 
@@ -283,24 +254,24 @@ def test_folder_of_someone_else(user, tmp_path, made, folder):
     job = user.submit(
         folder, "--hold", "--nodelist=node1", "--nodes=1", *TWO, "job.sh", "--synthetic"
     )
-    path, node1 = f"/tmp/slurm-job-{job}", user.cluster.namespaces("node1")
+    path = f"/tmp/slurm-job-{job}"
     if made == "folder":
-        user.run([*node1, "install", "-d", "-m", "777", "-o", "nobody", path])
+        on(user, "node1", "install", "-d", "-m", "777", "-o", "nobody", path)
     else:
         if folder == "imagenet":
             # As a run of the user leaves one. job.sh must not go by it.
             (own / f"{job}.got_further").touch()
-        user.run([*node1, "ln", "-s", own, path])
-        user.run([*node1, "chown", "-h", "nobody", path])
+        on(user, "node1", "ln", "-s", own, path)
+        on(user, "node1", "chown", "-h", "nobody", path)
     assert user.run(["scontrol", "release", job]).exit_code == 0
     result = user.wait(job)
     assert result.state == "FAILED", result
     if folder == "imagenet":
         there = "is another user's: sbatch again"
-        said = [f"job.sh: error: {path} on node1 {there}"]
-        assert errors(result.output) == said, result
+        assert errors(result) == [f"job.sh: error: {path} on node1 {there}"], result
     else:
         said = f"mkdir: cannot create directory '{path}': File exists"
-        assert said in result.output.replace("\u2018", "'").replace("\u2019", "'")
+        output = result.output.replace("\u2018", "'").replace("\u2019", "'")
+        assert said in output, result
     assert "World size" not in result.output, result
     assert not list(own.iterdir())

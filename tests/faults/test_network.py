@@ -5,11 +5,18 @@ import re
 import signal
 
 import pytest
-from slurm_jobs import EPOCHS, TWO, every_case, stop, weights
+from slurm_jobs import EPOCHS, TWO, User, every_case, stop, weights
 
 # Ranks wait 15 seconds for each other, and say before that who does not answer.
 ARGUMENTS = [*EPOCHS, "--save-steps=3", "--timeout=15"]
 NOTICED = "^error: rank . on node. does not answer"
+
+
+def until_controller(user: User) -> None:
+    def answers() -> bool:
+        return user.run(["scontrol", "ping"]).exit_code == 0
+
+    user.until_found("", answers, "controller", 60, 0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -17,25 +24,11 @@ def repaired(user, nothing_left):
     """Nodes and network are whole again after each test, and all nodes idle."""
     yield
     user.cluster.revive()
+    flush = "ip route flush type blackhole".split()
     for node in ("node1", "node2"):
         user.cluster.cable(node, "up")
-        user.run(
-            [
-                *user.cluster.namespaces(node),
-                "ip",
-                "route",
-                "flush",
-                "type",
-                "blackhole",
-            ]
-        )
-    user.until_found(
-        "",
-        lambda: user.run(["scontrol", "ping"]).exit_code == 0,
-        "controller",
-        60,
-        0.01,
-    )
+        user.run([*user.cluster.namespaces(node), *flush])
+    until_controller(user)
     user.run(["scontrol", "update", "NodeName=ALL", "State=RESUME"])
 
     def idle() -> bool:
@@ -51,36 +44,30 @@ def repaired(user, nothing_left):
 )
 def test_network_fails(user, undisturbed, what, length):
     """Nodes cannot reach each other, or one nobody, for long or for a moment only."""
+
+    def change(cable: str, route: str) -> None:
+        if what != "route":
+            return user.cluster.cable(what.split()[-1], cable)
+        for here, there in (("node1", "node2"), ("node2", "node1")):
+            command = ["ip", "route", route, "blackhole", user.cluster.address(there)]
+            result = user.run([*user.cluster.namespaces(here), *command])
+            assert result.exit_code == 0, result
+
     job = user.train(*ARGUMENTS)
     user.until_file(job, "*-step-000003.pt")
-    ends = [("node1", "node2"), ("node2", "node1")] if what == "route" else []
-    routes = [
-        (
-            [*user.cluster.namespaces(here), "ip", "route"],
-            ["blackhole", user.cluster.address(there)],
-        )
-        for here, there in ends
-    ]
-    for command, route in routes:
-        assert user.run([*command, "add", *route]).exit_code == 0
-    if what != "route":
-        user.cluster.cable(what.split()[-1], "down")
+    change("down", "add")
     if length == "long":
         user.until(job, NOTICED)
         user.until(job, "^srun: error: node.: task .: Exited with exit code 1")
     else:
         user.run(["sleep", "4"])  # as long as the fault lasts
-    for command, route in routes:
-        assert user.run([*command, "del", *route]).exit_code == 0
-    if what != "route":
-        user.cluster.cable(what.split()[-1], "up")
+    change("up", "del")
     result = user.wait(job)
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] == ("1" if length == "long" else "0")
     if length == "short":
-        assert "Error" not in result.output and "error: rank" not in result.output, (
-            result
-        )
+        assert "Error" not in result.output, result
+        assert "error: rank" not in result.output, result
 
 
 CRASHES = [("node2", "stays away"), ("node2", "returns")]
@@ -138,18 +125,10 @@ def test_controller_restarts(user, undisturbed, meanwhile):
     user.until_file(job, "*-step-000003.pt")
     rank = user.pid("node2", "main.py")
     stop(rank)  # while the controller, every five seconds, writes down what it knows
-    assert (
-        user.run(
-            ["scontrol", "update", f"job={job}", f"Comment=job {job} runs"]
-        ).exit_code
-        == 0
-    )
-    known = [
-        "grep",
-        "--quiet",
-        f"job {job} runs",
-        user.cluster.state / "controller" / "job_state",
-    ]
+    comment = f"job {job} runs"
+    update = ["scontrol", "update", f"job={job}", f"Comment={comment}"]
+    assert user.run(update).exit_code == 0
+    known = ["grep", "-q", comment, user.cluster.state / "controller" / "job_state"]
     user.until_found(job, lambda: user.run(known).exit_code == 0, "state", 20, 0.01)
     user.cluster.crash("controller")
     os.kill(rank, signal.SIGCONT)
@@ -161,21 +140,13 @@ def test_controller_restarts(user, undisturbed, meanwhile):
         # srun is not told that a task has ended before the controller is back.
         if user.slurm_version() >= (26, 5):
             waits = r"^\[rank0\]: RuntimeError"
-        user.until_found(
-            job,
-            lambda: re.search(waits, user.log(job), re.MULTILINE),
-            "waiting",
-            120,
-            0.01,
-        )
+
+        def waiting():
+            return re.search(waits, user.log(job), re.MULTILINE)
+
+        user.until_found(job, waiting, "waiting", 120, 0.01)
     user.cluster.revive()
-    user.until_found(
-        "",
-        lambda: user.run(["scontrol", "ping"]).exit_code == 0,
-        "controller",
-        60,
-        0.01,
-    )
+    until_controller(user)
     result = user.wait(job)
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] == ("0" if meanwhile == "the job trains" else "1")
