@@ -519,13 +519,12 @@ def draw(world_size: int, epoch: int = 1, step: int = 0, seed: int = 0):
         dist.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=world_size
         )
-        for batch, (share, epochs) in enumerate(
-            data.training_batches(loader, run, CPU)
-        ):
+        found = list(data.training_batches(loader, run, CPU))
+        dist.destroy_process_group()
+        for batch, (share, epochs) in enumerate(found):
             assert len(share) in (15 // world_size, math.ceil(15 / world_size))
             assert set(epochs.tolist()) == {epoch}
             batches[batch] += share.tolist()
-        dist.destroy_process_group()
     return [set(numbers) for numbers in batches.values()]
 
 
