@@ -568,7 +568,7 @@ def begin(batch_size: int = 10) -> tuple:
     return args, train_set, model, *main.build_optimizer(model, args, 10, 3)
 
 
-def train(folder: Path, batch_size: int) -> tuple:
+def train(folder: Path, batch_size: int):
     """Take three steps of 10 samples.
 
     Return the weights, and how many images the model was given at a time.
@@ -622,7 +622,7 @@ def test_steps_are_those_of_plain_code(world_size, batch_size, sizes, tmp_path):
             torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-3)
 
 
-def agree(folder: Path, cases: list[tuple]) -> list:
+def agree(folder: Path, cases: list[tuple]):
     """Return what `agree` says where rank 0 has this speed, and rank 1 this loss."""
     answers = []
     rank = dist.get_rank()
