@@ -33,7 +33,6 @@ from PIL import Image
 from slurm_jobs import ARGUMENTS_LINE, IMAGENET_EPOCH_LINE
 from test_checkpoint import REPOSITORY, checkpoint, forkserver, run_ranks
 from torch import nn
-from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision import models
 from tqdm import tqdm
@@ -101,13 +100,13 @@ class Training:
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, happened) -> None:
+    def wait_for(self, happened):
         deadline = time.monotonic() + 60
         while not happened():
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.002)
 
-    def wait_for_checkpoint(self, epoch: int, step: int) -> None:
+    def wait_for_checkpoint(self, epoch: int, step: int):
         path = self.checkpoints / f"epoch-{epoch:03}-step-{step:06}.pt"
         self.wait_for(path.exists)
 
@@ -139,7 +138,7 @@ def start_main(example: str, arguments, log: Path, **environment: str):
     return process
 
 
-def run_main(example: str, arguments, log: Path, environment: dict) -> None:
+def run_main(example: str, arguments, log: Path, environment: dict):
     torch.set_num_threads(1)
     # As in a process that no forkserver has made.
     multiprocessing.set_start_method("fork", force=True)
@@ -234,7 +233,7 @@ def test_the_best_weights_in_plain_code(tmp_path):
 def stop(
     folder: Path,
     world_size: int,
-    arguments: list,
+    arguments,
     number: int,
     epoch: int,
     step: int,
@@ -253,7 +252,7 @@ def stop(
     return newest
 
 
-def check_that_nothing_is_lost(folder: Path, newest: Path, right: Training) -> None:
+def check_that_nothing_is_lost(folder: Path, newest: Path, right: Training):
     """Run to the end: the same weights to the last bit, and the same epoch lines."""
     resumed = run_to_its_end(folder, RANKS, *RUN, "--workers=1")
     assert f"Resuming from {newest}\n" in resumed.text()
@@ -425,8 +424,7 @@ def test_workers(tmp_path):
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             for worker in workers:
                 os.kill(worker, number)
-        done = training.text().count("\nEpoch ")
-        training.wait_for(lambda: training.text().count("\nEpoch ") > done + 1)
+        training.wait_for(lambda: "\nEpoch 6: " in training.text())
         assert training.children() >= workers
         killed = min(workers)
         os.kill(killed, signal.SIGKILL)
@@ -443,22 +441,21 @@ def test_profile(tmp_path):
     """A trace a rank, and one table of where the time goes.
 
     In a step, it has one all-reduce of the gradients, also with accumulation. There is
-    no collective for BatchNorm's statistics, and no value that a step waits for.
+    no collective for BatchNorm's statistics, and no step reads a value.
     """
     arguments = [*TINY, "--model=shufflenet_v2_x0_5", "--limit-train-samples=200"]
     arguments += ["--epochs=1", "--workers=1", "--accumulate=2", "--profile"]
     training = run_to_its_end(tmp_path, 2, *arguments)
-    text = training.text()
-    assert text.count("Self CPU time total") == 1, text
+    assert training.text().count("Self CPU time total") == 1, training.text()
     for rank in range(2):
         (trace,) = training.checkpoints.glob(f"profile/rank{rank}.*.json.gz")
-        with gzip.open(trace) as file:
-            events = json.load(file)["traceEvents"]
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
         found = collections.Counter(str(event.get("name")) for event in events)
         assert len([name for name in found if name.startswith("ProfilerStep#")]) == 5
         collectives = {name for name in found if name.startswith("c10d::")}
         assert collectives == {"c10d::allreduce_"}
         assert 10 <= found["c10d::allreduce_"] < 15  # two buckets, and `agree`
+        assert found["aten::_local_scalar_dense"] < 5  # values that are read
 
 
 def test_a_line_at_every_tenth(monkeypatch, caplog, capsys):
@@ -522,13 +519,12 @@ def draw(world_size: int, epoch: int = 1, step: int = 0, seed: int = 0):
         dist.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=world_size
         )
-        for batch, (share, epochs) in enumerate(
-            data.training_batches(loader, run, CPU)
-        ):
+        found = list(data.training_batches(loader, run, CPU))
+        dist.destroy_process_group()
+        for batch, (share, epochs) in enumerate(found):
             assert len(share) in (15 // world_size, math.ceil(15 / world_size))
             assert set(epochs.tolist()) == {epoch}
             batches[batch] += share.tolist()
-        dist.destroy_process_group()
     return [set(numbers) for numbers in batches.values()]
 
 
@@ -572,7 +568,7 @@ def begin(batch_size: int = 10) -> tuple:
     return args, train_set, model, *main.build_optimizer(model, args, 10, 3)
 
 
-def train(folder: Path, batch_size: int) -> tuple:
+def train(folder: Path, batch_size: int):
     """Take three steps of 10 samples.
 
     Return the weights, and how many images the model was given at a time.
@@ -598,7 +594,8 @@ def train_in_plain_code() -> dict:
         images, labels = zip(*samples, strict=True)
         logits = model((torch.stack(images) / 255 - MEAN) / STD)
         model.zero_grad()
-        F.cross_entropy(logits, torch.tensor(labels), label_smoothing=0.1).backward()
+        labels = torch.tensor(labels)
+        nn.functional.cross_entropy(logits, labels, label_smoothing=0.1).backward()
         optimizer.step()
         scheduler.step()
     return model.state_dict()
@@ -625,7 +622,7 @@ def test_steps_are_those_of_plain_code(world_size, batch_size, sizes, tmp_path):
             torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-3)
 
 
-def agree(folder: Path, cases: list[tuple]) -> list:
+def agree(folder: Path, cases: list[tuple]):
     """Return what `agree` says where rank 0 has this speed, and rank 1 this loss."""
     answers = []
     rank = dist.get_rank()
@@ -684,13 +681,15 @@ def test_evaluation_does_not_depend_on_the_ranks():
 # Models and their optimizer
 
 
-def test_every_model_can_be_built():
-    """Each of torchvision's classification models gives logits of all the classes."""
-    for name in ("dummy", *models.list_models(module=models)):
-        if name in ("googlenet", "inception_v3"):  # see test_wrong_argument
-            continue
-        with torch.device("meta"):
-            model = main.build_model(options(model=name), 7).train()
+def test_models_of_torchvision():
+    """One of each family gives logits of all the classes, in training."""
+    # The others are refused: see test_wrong_argument.
+    names = models.list_models(module=models, exclude=["googlenet", "inception_v3"])
+    families = {re.match("[a-z]+", name)[0]: name for name in names}
+    for name in families.values():
+        # A RegNet reads the weights that it begins with.
+        with torch.device("cpu" if "regnet" in name else "meta"):
+            model = main.build_model(options(model=name), 7)
             assert model(torch.empty(2, 3, 224, 224)).shape == (2, 7), name
 
 
@@ -724,5 +723,5 @@ def test_learning_rate():
         scheduler.step()
     top = rates.index(max(rates))
     assert 38 <= top <= 41  # 8 epochs of 5 steps
-    ends = [rates[0], rates[top], rates[-1]]
-    assert ends == pytest.approx([1 / 25, 1, 0], abs=1e-3)
+    right = pytest.approx([1 / 25, 1, 0], abs=1e-3)
+    assert [rates[0], rates[top], rates[-1]] == right
