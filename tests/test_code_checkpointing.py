@@ -143,7 +143,7 @@ def test_refuses_what_is_not_committed(repository):
     repository.must("git", "config", "status.showUntrackedFiles", "no")
     *status, error = repository.refused().splitlines()
     changed = [" D code_checkpointing.sh", "M  job.sh", " M main.py"]
-    assert status == [*changed, "?? ../../new.py", "?? new.py"]
+    assert status == [*changed, "?? new.py", "?? ../../new.py"]
     assert error.startswith("safe_sbatch: error: ") and "commit them, or git" in error
 
 
@@ -234,7 +234,7 @@ def test_missing_commit(repository):
         (LOCAL, "ro", "cannot write to {code} on node2"),
         (
             LOCAL,
-            "size=96k",
+            "size=44k",
             "cannot install what uv.lock lists into {code} on node2. "
             "Without internet there, call uv sync --inexact --locked elsewhere first",
         ),

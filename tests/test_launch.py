@@ -111,24 +111,19 @@ def test_salloc_and_srun(jobs, archive, tmp_path):
         assert result.output.count(ONE_GPU_ONLY) == warnings, result
 
 
-def test_uneven_nodes(jobs):
+@pytest.mark.parametrize("job", ["job.sh", "job_torchrun.sh"])
+def test_uneven_nodes(jobs, job):
     """The job has two GPUs on one of three nodes and one on the others.
 
     So are the processes.
     """
     flags = [*SMALL, "--nodes=3", "--ntasks=4", "--gpus=4"]
-
-    def start(job: str):
-        script = f"scontrol show --detail job $SLURM_JOB_ID; bash {job} "
-        script += shlex.join(ONE_EPOCH)
-        return jobs.run(["salloc", *flags, "bash", "-c", script], "multi_node")
-
-    with ThreadPoolExecutor() as pool:
-        results = list(pool.map(start, ["job.sh", "job_torchrun.sh"]))
-    for result in results:
-        gpus = re.findall(r"Nodes=\S+ .*GRES=gpu:(\d)", result.output)
-        assert set(gpus) == {"1", "2"}, result
-        trained(result, "multi_node", 4)
+    script = f"scontrol show --detail job $SLURM_JOB_ID; bash {job} "
+    script += shlex.join(ONE_EPOCH)
+    result = jobs.run(["salloc", *flags, "bash", "-c", script], "multi_node")
+    gpus = re.findall(r"Nodes=\S+ .*GRES=gpu:(\d)", result.output)
+    assert set(gpus) == {"1", "2"}, result
+    trained(result, "multi_node", 4)
 
 
 def test_log_and_arguments(jobs, archive):

@@ -494,8 +494,11 @@ def test_no_room(imagenet, tmp_path):
 
 @pytest.mark.parametrize(
     "flags, name",
-    # When all archives have their room, and in the middle of images.
-    zip(FORMS, ("train.npy", "n00000003_2.JPEG", "images.zip"), strict=True),
+    [
+        (FORMS[0], "train.npy"),  # when all archives have their room
+        (FORMS[1], "n00000003_2.JPEG"),  # in the middle of images
+        (FORMS[2], "images.zip"),
+    ],
 )
 def test_full_disk(imagenet, tmp_path, flags, name):
     """Something else fills it after the start."""
@@ -518,7 +521,7 @@ def test_a_folder_that_cannot_be_made(imagenet, tmp_path):
         message = f"cannot stage .* in {disk}/data on {HOST}: .*Read-only file system"
         refused(imagenet.source, disk / "data", message)
     (tmp_path / "file").touch()
-    message = f"cannot stage .* in {tmp_path}/file/data on {HOST}: .*Not a directory"
+    message = f"cannot stage .* in {tmp_path}/file/data on {HOST}: .*File exists"
     refused(imagenet.source, tmp_path / "file" / "data", message)
 
 
