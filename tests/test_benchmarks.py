@@ -17,7 +17,7 @@ TINY = {
     "growth": ("--ranks 2 --megabits 1000 --batch-size 2", 1),
     "imagenet_input": ("--samples 10 --batch-size 10 --workers 1", 8),
     "imagenet_training": (
-        "--model shufflenet_v2_x0_5 --samples 5 --batch-size 5 --workers 1",
+        "--model shufflenet_v2_x0_5 --samples 10 --batch-size 10 --workers 1",
         5,
     ),
     "job_start": ("--tasks 1", 3),
