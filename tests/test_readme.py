@@ -84,9 +84,9 @@ EXPLAINED = [
 @pytest.mark.parametrize("old, new", EXPLAINED)
 def test_the_page_shows_every_hunk_once(old, new):
     page = REPOSITORY / new.split("/")[0] / "README.rst"
-    names = os.path.relpath(REPOSITORY / old, page.parent)
+    names = f"{Path(new).name} {os.path.relpath(REPOSITORY / old, page.parent)}"
     parts = re.findall(
-        rf"^\.\. begin {Path(new).name} {names}(?:: .*)?\n(.*?)^\.\. end ",
+        rf"^\.\. begin {names}(?:: [^\n]+)?\n(.*?)^\.\. end {names}",
         page.read_text(),
         re.M | re.S,
     )
