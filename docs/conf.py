@@ -1,6 +1,8 @@
 """The site that Sphinx makes of the pages on GitHub, and of the examples' diffs."""
 
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -29,13 +31,15 @@ PAGES = [
     "CONTRIBUTING",
 ]
 TOCTREE = "\n.. toctree::\n   :hidden:\n\n" + "".join(f"   {page}\n" for page in PAGES)
-# (old file, new file) of every diff in the README files, in the order of the ladder.
+# (old file, new file) of every page with two files side by side.
 DIFFS = [
-    names
-    for example in EXAMPLES
-    for names in re.findall(
-        r"^   diff (\S+) (\S+)$", (ROOT / example / "README.rst").read_text(), re.M
-    )
+    ("single_gpu/job.sh", "multi_gpu/job.sh"),
+    ("single_gpu/main.py", "multi_gpu/main.py"),
+    ("multi_gpu/job.sh", "multi_node/job.sh"),
+    ("multi_gpu/main.py", "multi_node/main.py"),
+    ("multi_node/job.sh", "multi_node/job_torchrun.sh"),
+    ("multi_node/job.sh", "imagenet/job.sh"),
+    ("multi_node/main.py", "imagenet/main.py"),
 ]
 
 include_patterns = ["*.rst", "*/README.rst", "docs/*.rst"]
@@ -85,18 +89,19 @@ def adapt_source(app, page: str, content: list[str]) -> None:
 
 
 def adapt(app, doctree: nodes.document, page: str) -> None:
-    """Have links to .rst files lead to pages, and link diffs to their own pages."""
+    """Have links lead to pages of the site, those to examples' files to their diffs."""
     for link in doctree.findall(nodes.reference):
-        if ":" not in link.get("refuri", ":"):
+        if ":" in link.get("refuri", ":"):
+            continue
+        target = os.path.normpath(Path(page).parent / link["refuri"])
+        if target in {new for _, new in DIFFS}:
+            link["refuri"] = app.builder.get_relative_uri(page, f"diff/{target}")
+        elif (ROOT / target).is_file() and not target.endswith(".rst"):
+            copy = Path(app.outdir) / target
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / target, copy)
+        else:
             link["refuri"] = re.sub(r"\.rst(?=#|$)", ".html", link["refuri"])
-    for block in list(doctree.findall(nodes.literal_block)):
-        found = re.match(r"diff (\S+) (\S+)\n", block.astext())
-        if found and found.groups() in DIFFS:
-            target = app.builder.get_relative_uri(page, f"diff/{found[2]}")
-            link = nodes.reference("", "Side by side", refuri=target, internal=True)
-            block.parent.insert(
-                block.parent.index(block), nodes.paragraph("", "", link)
-            )
 
 
 def diff_pages(app):

@@ -1,12 +1,25 @@
-"""Fill the generated parts of the README files with what the examples' files say now.
+"""Fill the generated parts of the pages with what the examples' files say now.
 
-A generated part of a README.rst lies between two comment lines with the same words,
+A generated part of a page lies between two comment lines with the same words,
 `.. begin WORDS` and `.. end WORDS`. The words say what goes there; files are named from
-the README's own folder:
+the page's own folder:
 
-    .. begin main.py                         the whole file
-    .. begin main.py ../single_gpu/main.py   the whole file, as a diff on the second one
-    .. begin main.py --help                  what `python main.py --help` prints
+    .. begin main.py                                the whole file
+    .. begin main.py: train                         only the block that begins so
+    .. begin main.py ../single_gpu/main.py          a diff: all lines of both files
+    .. begin main.py ../single_gpu/main.py: train   only the block's hunks
+    .. begin main.py --help                         what `python main.py --help` prints
+
+After the colon stands the name of a function or a class, or how a line begins, without
+its indentation. The block is this line and those below it that are indented more; if
+several lines begin so, the block of each. With one file, and a line that defines no
+Python function or class, the block goes on to the end of the paragraph: to an empty
+line with a line below that is not indented.
+
+A hunk is some changed lines with up to three unchanged ones before and after. Changed
+lines belong to one hunk if at most three lines lie between them, and no paragraph
+begins there. A hunk is shown if one of its changed lines is in the block. `git diff`
+has fewer and larger hunks; these can be explained one by one.
 
 All other text stays as it is.
 """
@@ -20,6 +33,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+CONTEXT = 3  # unchanged lines before and after the changed ones of a hunk
 MARKER = re.compile(r"\.\. (begin|end) (.*\S)\s*")
 
 
@@ -84,24 +98,32 @@ def render(readme_path: Path) -> str:
 
 def code_block(readme_path: Path, words: str) -> list[str]:
     """Return the lines of the code block that the words of a marker ask for."""
-    names = words.removesuffix(" --help").split()
+    files, _, start = words.partition(": ")
+    names = files.removesuffix(" --help").split()
     paths = [(readme_path.parent / name).resolve() for name in names]
     for path in paths:
         if not path.is_file():
             fail(readme_path, f"no file {path}, which a marker names: .. begin {words}")
     texts = [path.read_text(encoding="utf-8").splitlines() for path in paths]
-    if words.endswith(" --help"):
+    if files.endswith(" --help"):
         language, code = "text", read_help(paths[0])
     elif len(paths) == 1:
         language, code = "python" if paths[0].suffix == ".py" else "bash", texts[0]
+        if start:
+            rows = [f" {line}" for line in code]
+            block = find_block(rows, start, to_paragraph_end=True)
+            code = [code[number] for number in block]
     elif len(paths) == 2:
-        new_name, old_name = (f"{path.parent.name}/{path.name}" for path in paths)
-        language, code = (
-            "diff",
-            [f"diff {old_name} {new_name}", *diff(old=texts[1], new=texts[0])],
-        )
+        language, code = "diff", diff(old=texts[1], new=texts[0])
+        if start:
+            code = show_hunks(code, find_block(code, start))
+        else:
+            new_name, old_name = (f"{path.parent.name}/{path.name}" for path in paths)
+            code.insert(0, f"diff {old_name} {new_name}")
     else:
         fail(readme_path, f"a marker names more than two files: .. begin {words}")
+    if not code:
+        fail(readme_path, f"nothing to show: .. begin {words}")
     return [
         f".. code-block:: {language}",
         "",
@@ -121,6 +143,123 @@ def diff(old: list[str], new: list[str]) -> list[str]:
             lines += [f"-{line}" for line in old[old_start:old_end]]
             lines += [f"+{line}" for line in new[new_start:new_end]]
     return lines
+
+
+# Below, a row is a line of a diff: a mark (" ", "-" or "+"), and the line itself.
+
+
+def find_block(
+    rows: list[str], start: str, to_paragraph_end: bool = False
+) -> list[int]:
+    """Return the numbers of the rows of all blocks that begin with `start`."""
+    texts = [row[1:].strip() for row in rows]
+    for beginning in (f"def {start}(", f"class {start}", start):
+        firsts = [i for i, text in enumerate(texts) if text.startswith(beginning)]
+        if firsts:
+            break
+    block = set()
+    for first in firsts:
+        last = first + 1
+        if to_paragraph_end and beginning == start:
+            while last < len(rows) and not begins_paragraph(rows, last):
+                last += 1
+        else:
+            while last < len(rows) and goes_on(rows[last], indent(rows[first])):
+                last += 1
+        while not texts[last - 1]:
+            last -= 1
+        while first > 0 and texts[first - 1].startswith("@"):  # its decorators
+            first -= 1
+        block |= set(range(first, last))
+    return sorted(block)
+
+
+def goes_on(row: str, block_indent: int) -> bool:
+    """Say whether the row is still in a block that began with this indentation."""
+    text = row[1:].strip()
+    closes = re.match(r"[)}\]]|(else|elif|except|finally|fi|done|esac)\b", text)
+    deeper = indent(row) > block_indent
+    return not text or deeper or (closes is not None and indent(row) == block_indent)
+
+
+def indent(row: str) -> int:
+    return len(row[1:]) - len(row[1:].lstrip())
+
+
+def show_hunks(rows: list[str], block: list[int]) -> list[str]:
+    """Return the rows of all hunks that change something in the block."""
+    shown = []
+    for hunk in find_hunks(rows):
+        if not set(hunk).isdisjoint(block):
+            first, last = add_context(rows, hunk)
+            if shown and first <= shown[-1] + 1:
+                shown += range(shown[-1] + 1, last)
+            else:
+                shown += range(first, last)
+    lines = []
+    for before, number in zip([-1, *shown], shown, strict=False):
+        if number != before + 1:
+            lines += hunk_title(rows, number)
+        lines.append(rows[number])
+    return lines
+
+
+def find_hunks(rows: list[str]) -> list[list[int]]:
+    """Return the numbers of the changed rows, those of one hunk together.
+
+    Empty lines do not count: where they are new, something else is, too.
+    """
+    hunks = []
+    for number in range(len(rows)):
+        if not is_changed(rows, number):
+            continue
+        last = hunks[-1][-1] if hunks else -CONTEXT - 2
+        between = range(last + 1, number + 1)
+        near = len(between) - 1 <= CONTEXT
+        if near and not any(begins_paragraph(rows, row) for row in between):
+            hunks[-1].append(number)
+        else:
+            hunks.append([number])
+    return hunks
+
+
+def add_context(rows: list[str], hunk: list[int]) -> tuple[int, int]:
+    """Return the hunk's first row and the one after its last, with unchanged ones."""
+    first, last = hunk[0], hunk[-1] + 1
+    for _ in range(CONTEXT):
+        if first == 0 or begins_paragraph(rows, first) or is_changed(rows, first - 1):
+            break
+        first -= 1
+    for _ in range(CONTEXT):
+        if last == len(rows) or begins_paragraph(rows, last) or is_changed(rows, last):
+            break
+        last += 1
+    while not rows[first][1:].strip():
+        first += 1
+    while not rows[last - 1][1:].strip():
+        last -= 1
+    return first, last
+
+
+def is_changed(rows: list[str], number: int) -> bool:
+    return rows[number][0] != " " and rows[number][1:].strip() != ""
+
+
+def begins_paragraph(rows: list[str], number: int) -> bool:
+    """Say whether a row follows an empty line and is not indented."""
+    follows = number == 0 or not rows[number - 1][1:].strip()
+    return follows and re.match(r"[^\s)}]", rows[number][1:]) is not None
+
+
+def hunk_title(rows: list[str], number: int) -> list[str]:
+    """Return the line above a hunk: `@@` and its function, as in `git diff`."""
+    row = number
+    while not begins_paragraph(rows, row) and not re.match(
+        "def |class ", rows[row][1:]
+    ):
+        row -= 1
+    in_function = row < number and re.match("def |class ", rows[row][1:])
+    return [f"@@ {rows[row][1:]}"] if in_function else []
 
 
 def read_help(script: Path) -> list[str]:

@@ -1,8 +1,10 @@
 """The READMEs say what the files say, and render; the diffs stay small."""
 
+import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import docutils.core
@@ -65,27 +67,69 @@ def test_readme_files_are_up_to_date():
     command = [sys.executable, REPOSITORY / "docs" / "update_readmes.py", "--check"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    parts = [
-        re.findall("^.. begin (.*)", path.read_text(), re.MULTILINE)
-        for path in README_FILES
-    ]
-    assert parts == [
-        [],
-        [
-            "main.py --help",
-            "job.sh ../multi_node/job.sh",
-            "safe_sbatch",
-            "code_checkpointing.sh",
-            "main.py ../multi_node/main.py",
-        ],
-        ["job.sh ../single_gpu/job.sh", "main.py ../single_gpu/main.py"],
-        [
-            "job.sh ../multi_gpu/job.sh",
-            "main.py ../multi_gpu/main.py",
-            "job_torchrun.sh job.sh",
-        ],
-        ["main.py --help", "job.sh", "main.py"],
-    ]
+
+
+# The files that a page explains hunk by hunk, all of them but for imagenet's.
+EXPLAINED = [
+    ("single_gpu/job.sh", "multi_gpu/job.sh"),
+    ("single_gpu/main.py", "multi_gpu/main.py"),
+    ("multi_gpu/job.sh", "multi_node/job.sh"),
+    ("multi_gpu/main.py", "multi_node/main.py"),
+    ("multi_node/job.sh", "multi_node/job_torchrun.sh"),
+    ("multi_node/job.sh", "imagenet/job.sh"),
+    ("multi_node/main.py", "imagenet/main.py"),
+]
+
+
+@pytest.mark.parametrize("old, new", EXPLAINED)
+def test_the_page_shows_every_hunk_once(old, new):
+    page = REPOSITORY / new.split("/")[0] / "README.rst"
+    names = os.path.relpath(REPOSITORY / old, page.parent)
+    parts = re.findall(
+        rf"^\.\. begin {Path(new).name} {names}(?:: .*)?\n(.*?)^\.\. end ",
+        page.read_text(),
+        re.M | re.S,
+    )
+    shown = [line[3:] for part in parts for line in part.splitlines()]
+    texts = [(REPOSITORY / name).read_text().splitlines() for name in (old, new)]
+    rows = update_readmes.diff(*texts)
+    shown, changed = (
+        Counter(row for row in rows if row[:1] in ("+", "-") and row[1:].strip())
+        for rows in (shown, rows)
+    )
+    assert shown
+    assert not shown - changed, "shown more than once, or not in the diff"
+    if page.parent.name != "imagenet":
+        assert not changed - shown, "not shown"
+
+
+def test_a_marker_shows_the_hunks_of_a_block(tmp_path):
+    old = "import os\n\n\ndef run():\n" + "".join(f"    a{i}\n" for i in range(20))
+    new = old.replace("a2\n", "b2\n").replace("a12\n", "b12\n    c\n")
+    new += "\n\n@cache\ndef stop(\n    now,\n):\n    pass\n"
+    (tmp_path / "old.py").write_text(old)
+    (tmp_path / "new.py").write_text(new)
+
+    def part(words):
+        page = tmp_path / "page.rst"
+        page.write_text(f".. begin {words}\n.. end {words}\n")
+        lines = update_readmes.render(page).splitlines()[4:-2]
+        return [line.removeprefix("   ") for line in lines]
+
+    first = [" def run():", "     a0", "     a1", "-    a2", "+    b2"]
+    first += [f"     a{i}" for i in (3, 4, 5)]
+    second = ["@@ def run():", *(f"     a{i}" for i in (9, 10, 11)), "-    a12"]
+    second += ["+    b12", "+    c", *(f"     a{i}" for i in (13, 14, 15))]
+    stop = ["@cache", "def stop(", "    now,", "):", "    pass"]
+    assert part("new.py old.py: run") == first + second
+    assert part("new.py old.py: b2") == part("new.py old.py: a2") == first
+    assert part("new.py old.py: c") == second
+    assert part("new.py old.py: stop") == [f"+{line}" for line in stop]
+    assert part("new.py: stop") == stop
+    assert part("new.py: import") == ["import os"]
+    for nothing in ("import", "a7", "missing"):
+        with pytest.raises(SystemExit, match="nothing to show"):
+            part(f"new.py old.py: {nothing}")
 
 
 PAGES = [
