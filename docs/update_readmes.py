@@ -11,15 +11,16 @@ the page's own folder:
     .. begin main.py --help                         what `python main.py --help` prints
 
 After the colon stands the name of a function or a class, or how a line begins, without
-its indentation. The block is this line and those below it that are indented more; if
-several lines begin so, the block of each. With one file, and a line that defines no
-Python function or class, the block goes on to the end of the paragraph: to an empty
-line with a line below that is not indented.
+its indentation; or several of these with " + " between them. The block is this line and
+those below it that are indented more; if several lines begin so, the block of each.
+With one file, and a line that defines no Python function or class, the block goes on to
+the end of the paragraph: to an empty line with a line below that is not indented.
 
 A hunk is some changed lines with up to three unchanged ones before and after. Changed
 lines belong to one hunk if at most three lines lie between them, and no paragraph
 begins there. A hunk is shown if one of its changed lines is in the block. `git diff`
-has fewer and larger hunks; these can be explained one by one.
+has fewer and larger hunks; these can be explained one by one. A line with `@@` stands
+above a hunk that does not begin with its function, and between two hunks.
 
 All other text stays as it is.
 """
@@ -111,12 +112,12 @@ def code_block(readme_path: Path, words: str) -> list[str]:
         language, code = "python" if paths[0].suffix == ".py" else "bash", texts[0]
         if start:
             rows = [f" {line}" for line in code]
-            block = find_block(rows, start, to_paragraph_end=True)
+            block = find_blocks(rows, start, to_paragraph_end=True)
             code = [code[number] for number in block]
     elif len(paths) == 2:
         language, code = "diff", diff(old=texts[1], new=texts[0])
         if start:
-            code = show_hunks(code, find_block(code, start))
+            code = show_hunks(code, find_blocks(code, start))
         else:
             new_name, old_name = (f"{path.parent.name}/{path.name}" for path in paths)
             code.insert(0, f"diff {old_name} {new_name}")
@@ -148,10 +149,20 @@ def diff(old: list[str], new: list[str]) -> list[str]:
 # Below, a row is a line of a diff: a mark (" ", "-" or "+"), and the line itself.
 
 
-def find_block(
-    rows: list[str], start: str, to_paragraph_end: bool = False
+def find_blocks(
+    rows: list[str], starts: str, to_paragraph_end: bool = False
 ) -> list[int]:
-    """Return the numbers of the rows of all blocks that begin with `start`."""
+    """Return the numbers of the rows of all blocks that begin with one of `starts`."""
+    blocks = set()
+    for start in starts.split(" + "):
+        found = find_block(rows, start, to_paragraph_end)
+        if not found:
+            return []
+        blocks |= found
+    return sorted(blocks)
+
+
+def find_block(rows: list[str], start: str, to_paragraph_end: bool) -> set[int]:
     texts = [row[1:].strip() for row in rows]
     for beginning in (f"def {start}(", f"class {start}", start):
         firsts = [i for i, text in enumerate(texts) if text.startswith(beginning)]
@@ -171,7 +182,7 @@ def find_block(
         while first > 0 and texts[first - 1].startswith("@"):  # its decorators
             first -= 1
         block |= set(range(first, last))
-    return sorted(block)
+    return block
 
 
 def goes_on(row: str, block_indent: int) -> bool:
@@ -188,19 +199,15 @@ def indent(row: str) -> int:
 
 def show_hunks(rows: list[str], block: list[int]) -> list[str]:
     """Return the rows of all hunks that change something in the block."""
-    shown = []
+    lines = []
+    shown = -1  # the last row so far
     for hunk in find_hunks(rows):
         if not set(hunk).isdisjoint(block):
             first, last = add_context(rows, hunk)
-            if shown and first <= shown[-1] + 1:
-                shown += range(shown[-1] + 1, last)
-            else:
-                shown += range(first, last)
-    lines = []
-    for before, number in zip([-1, *shown], shown, strict=False):
-        if number != before + 1:
-            lines += hunk_title(rows, number)
-        lines.append(rows[number])
+            if first > shown + 1:
+                lines += hunk_title(rows, first) or (["@@"] if lines else [])
+            lines += rows[max(first, shown + 1) : last]
+            shown = last - 1
     return lines
 
 
@@ -210,16 +217,16 @@ def find_hunks(rows: list[str]) -> list[list[int]]:
     Empty lines do not count: where they are new, something else is, too.
     """
     hunks = []
+    gap = []  # the rows since the last changed one
     for number in range(len(rows)):
-        if not is_changed(rows, number):
-            continue
-        last = hunks[-1][-1] if hunks else -CONTEXT - 2
-        between = range(last + 1, number + 1)
-        near = len(between) - 1 <= CONTEXT
-        if near and not any(begins_paragraph(rows, row) for row in between):
-            hunks[-1].append(number)
-        else:
-            hunks.append([number])
+        gap.append(number)
+        if is_changed(rows, number):
+            near = hunks and len(gap) - 1 <= CONTEXT
+            if near and not any(begins_paragraph(rows, row) for row in gap):
+                hunks[-1].append(number)
+            else:
+                hunks.append([number])
+            gap = []
     return hunks
 
 
@@ -253,13 +260,12 @@ def begins_paragraph(rows: list[str], number: int) -> bool:
 
 def hunk_title(rows: list[str], number: int) -> list[str]:
     """Return the line above a hunk: `@@` and its function, as in `git diff`."""
-    row = number
-    while not begins_paragraph(rows, row) and not re.match(
-        "def |class ", rows[row][1:]
-    ):
-        row -= 1
-    in_function = row < number and re.match("def |class ", rows[row][1:])
-    return [f"@@ {rows[row][1:]}"] if in_function else []
+    for row in range(number, -1, -1):
+        if re.match("def |class ", rows[row][1:]):
+            return [f"@@ {rows[row][1:]}"] if row < number else []
+        if begins_paragraph(rows, row):
+            break
+    return []
 
 
 def read_help(script: Path) -> list[str]:

@@ -84,9 +84,9 @@ EXPLAINED = [
 @pytest.mark.parametrize("old, new", EXPLAINED)
 def test_the_page_shows_every_hunk_once(old, new):
     page = REPOSITORY / new.split("/")[0] / "README.rst"
-    names = os.path.relpath(REPOSITORY / old, page.parent)
+    names = f"{Path(new).name} {os.path.relpath(REPOSITORY / old, page.parent)}"
     parts = re.findall(
-        rf"^\.\. begin {Path(new).name} {names}(?:: .*)?\n(.*?)^\.\. end ",
+        rf"^\.\. begin {names}(?:: [^\n]+)?\n(.*?)^\.\. end {names}",
         page.read_text(),
         re.M | re.S,
     )
@@ -124,10 +124,12 @@ def test_a_marker_shows_the_hunks_of_a_block(tmp_path):
     assert part("new.py old.py: run") == first + second
     assert part("new.py old.py: b2") == part("new.py old.py: a2") == first
     assert part("new.py old.py: c") == second
-    assert part("new.py old.py: stop") == [f"+{line}" for line in stop]
+    stopped = [f"+{line}" for line in stop]
+    assert part("new.py old.py: stop") == stopped
+    assert part("new.py old.py: stop + a2") == [*first, "@@", *stopped]
     assert part("new.py: stop") == stop
     assert part("new.py: import") == ["import os"]
-    for nothing in ("import", "a7", "missing"):
+    for nothing in ("import", "a7", "missing", "a2 + missing"):
         with pytest.raises(SystemExit, match="nothing to show"):
             part(f"new.py old.py: {nothing}")
 
