@@ -103,6 +103,18 @@ def test_the_page_shows_every_hunk_once(old, new):
         assert not changed - shown, "not shown"
 
 
+def test_the_page_shows_all_of_the_first_job_script():
+    page = (REPOSITORY / "single_gpu" / "README.rst").read_text()
+    parts = re.findall(
+        r"^\.\. begin job.sh: [^\n]+\n\n.. code-block:: bash\n(.*?)^\.\. end job.sh",
+        page,
+        re.M | re.S,
+    )
+    shown = [line[3:] for part in parts for line in part.splitlines() if line]
+    script = (REPOSITORY / "single_gpu" / "job.sh").read_text().splitlines()
+    assert shown == [line for line in script if line]
+
+
 def test_a_marker_shows_the_hunks_of_a_block(tmp_path):
     old = "import os\n\n\ndef run():\n" + "".join(f"    a{i}\n" for i in range(20))
     new = old.replace("a2\n", "b2\n").replace("a12\n", "b12\n    c\n")
