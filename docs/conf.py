@@ -17,6 +17,10 @@ project = html_title = "PyTorch on Slurm"
 root_doc = "README"
 EXAMPLES = ["single_gpu", "multi_gpu", "multi_node", "imagenet"]
 OTHERS = [
+    "imagenet/staging",
+    "imagenet/checkpoints",
+    "imagenet/hangs",
+    "imagenet/debugging",
     "your_training",
     "clusters",
     "troubleshooting",
@@ -42,7 +46,7 @@ DIFFS = [
     ("multi_node/main.py", "imagenet/main.py"),
 ]
 
-include_patterns = ["*.rst", "*/README.rst", "docs/*.rst"]
+include_patterns = ["*.rst", "*/README.rst", "docs/*.rst", "docs/*/*.rst"]
 # Not to look for pages in there takes time.
 exclude_patterns = [
     ".*",

@@ -51,7 +51,7 @@ def main() -> None:
     readmes = [
         ROOT / "README.rst",
         *sorted(ROOT.glob("*/README.rst")),
-        *sorted(ROOT.glob("docs/*.rst")),
+        *sorted(ROOT.glob("docs/**/*.rst")),
     ]
     rendered = {path: render(path) for path in readmes}
     outdated = [

@@ -119,7 +119,7 @@ def test_where_it_is(user, jobs, archive):
 
 def test_terminal_of_an_editor(user, tmp_path):
     """A shell without Slurm's variables works in a job, by the page's commands."""
-    page = (REPOSITORY / "imagenet" / "README.rst").read_text()
+    page = (REPOSITORY / "docs" / "imagenet" / "debugging.rst").read_text()
     commands = re.findall(r"^    srun --jobid=1234 .* \\\n.*$", page, re.MULTILINE)
     assert len(commands) == 2
     granted = user.run(["salloc", "--no-shell", *SHAPE])

@@ -149,7 +149,7 @@ def test_a_marker_shows_the_hunks_of_a_block(tmp_path):
 PAGES = [
     *README_FILES,
     REPOSITORY / "CONTRIBUTING.rst",
-    *sorted((REPOSITORY / "docs").glob("*.rst")),
+    *sorted((REPOSITORY / "docs").rglob("*.rst")),
 ]
 
 

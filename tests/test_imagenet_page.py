@@ -1,0 +1,144 @@
+"""What imagenet's pages show works as it is typed there, on two small nodes."""
+
+import re
+import shlex
+import subprocess
+import textwrap
+import time
+
+import pytest
+from slurm_jobs import REPOSITORY, TINY, TWO
+
+PAGE = (REPOSITORY / "imagenet" / "README.rst").read_text()
+RELIABILITY = (REPOSITORY / "docs" / "reliability.rst").read_text()
+# What is smaller here: the model, and a node with one rank, one GPU and one CPU.
+SMALLER = {
+    "--ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 --mem=64G": " ".join(TWO),
+    "--nproc-per-node=4": "--nproc-per-node=1",
+    "CPUS_PER_TASK=8": "CPUS_PER_TASK=1",
+    "OMP_NUM_THREADS=8": "OMP_NUM_THREADS=1",
+    "--workers 8": "--workers 1",
+}
+
+
+def listings(heading: str) -> list[str]:
+    """Return the literal blocks of a section of the page."""
+    section = PAGE.split(f"\n{heading}\n---")[1]
+    section = re.split(r"\n(?:---|===)", section)[0]
+    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", section)
+    return [textwrap.dedent(block).strip("\n") for block in blocks]
+
+
+def make_smaller(listing: str, more: dict[str, str]) -> str:
+    for old, new in (SMALLER | more).items():
+        listing = listing.replace(old, new)
+    return listing
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_an_allocation_and_torchrun(user, tmp_path):
+    """Staged, trained by srun, trained by torchrun on what is left when a node is lost.
+
+    test_torchrun_elastic has the node come back.
+    """
+    train = f"main.py {' '.join(TINY)}"
+    data = {"/datasets/imagenet": user.env["IMAGENET_DIR"]}
+    (allocation,) = listings("In an allocation")
+    allocation = make_smaller(allocation, data | {"main.py": f"{train} --epochs=1"})
+    (torchrun,) = listings("With torchrun")
+    torchrun = make_smaller(torchrun, {"main.py": f"{train} --epochs=12"})
+    sync, salloc, *inside, remove = allocation.splitlines()
+    assert (sync, salloc.split()[0]) == ("uv sync --locked", "salloc")
+    inside = "\n".join(
+        ['echo "This is job $SLURM_JOB_ID"', *inside, "echo trained", torchrun, remove]
+    )
+    # srun tells of the node that is lost: no -e.
+    script = f"{sync}\n{salloc} bash -uc {shlex.quote(inside)}"
+    log = tmp_path / "log"
+    env = {"SCRATCH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    with log.open("w") as file:
+        shell = subprocess.Popen(
+            ["bash", "-uc", script],
+            cwd=user.clone / "imagenet",
+            env=user.env | env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + 200
+        while not re.search(r"\ntrained\n.*\nEpoch 2: ", log.read_text(), re.DOTALL):
+            assert shell.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        user.kill_all("node2")
+        shell.wait(timeout=300)
+    finally:
+        output = log.read_text()
+        for job in re.findall("^This is job (.*)", output, re.MULTILINE):
+            user.run(["scancel", job])
+            # It is empty: the listing's last line has removed what was in it.
+            folders = [
+                user.run(
+                    [*user.cluster.namespaces(node), "rmdir", f"/tmp/slurm-job-{job}"]
+                )
+                for node in ("node1", "node2")
+            ]
+    by_srun, by_torchrun = output.split("\ntrained\n")
+    assert by_srun.count("staged ") == 2, output
+    assert "World size 2: 16 steps" in by_srun, output
+    assert "Weights SHA-256 " in by_srun, output
+    both, alone = "World size 2: 16 steps", "World size 1: 16 steps an epoch, 1 x 10"
+    assert re.search(
+        f"{both}.*Resuming from .*{alone} .*Epoch 12: .*Weights SHA-256 ",
+        by_torchrun,
+        re.DOTALL,
+    ), output
+    assert [result.exit_code for result in folders] == [0, 0], folders
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_sweep(user):
+    """Each task trains with its line of the file, and with the common arguments."""
+    (sweep,) = [text for text in listings("Many runs") if "cat sweep.txt" in text]
+    _, *lines, command = sweep.splitlines()
+    assert command.startswith("$ ./safe_sbatch --array=1-3 job.sh @sweep.txt ")
+    flags = f"--nodes=1 {' '.join(TWO)} --parsable --output={user.logs}/%A_%a.out"
+    small = "--synthetic --limit-train-samples=10 --limit-valid-samples=10"
+    command = command.removeprefix("$ ").replace("sbatch", f"sbatch {flags}")
+    command = command.replace("--epochs 50", f"--epochs 1 {small} {' '.join(TINY)}")
+    git = ["git", "-c", "user.name=tests", "-c", "user.email=tests"]
+    file = user.clone / "imagenet" / "sweep.txt"
+    file.write_text("\n".join(lines) + "\n")
+    try:
+        for words in (["add", file], ["commit", "-qm", "Add a sweep"]):
+            assert user.run([*git, *words]).exit_code == 0
+        # Links to uv's cache: the nodes' disks here are smaller than the environment.
+        result = user.run(shlex.split(command), "imagenet", UV_LINK_MODE="symlink")
+        assert result.exit_code == 0, result
+        array = result.output.split()[-1]
+        results = [user.wait(f"{array}_{task}") for task in (1, 2, 3)]
+    finally:
+        user.run(["git", "reset", "-q", "--hard", "HEAD~1"])
+    trained = [
+        re.search(
+            r"'learning_rate': ([^,]+), 'weight_decay': ([^,]+), 'seed': (\d+)",
+            result.output,
+        ).groups()
+        for result in results
+        if result.state == "COMPLETED"
+    ]
+    default = str(2**-15)
+    assert trained == [
+        ("0.1", default, "0"),
+        ("0.2", default, "0"),
+        ("0.2", "0.0001", "0"),
+    ], results
+
+
+def test_the_tests_that_reliability_names():
+    names = set(re.findall(r"``(test_\w+)``", RELIABILITY))
+    files = (REPOSITORY / "tests").rglob("test_*.py")
+    code = "\n".join(path.read_text() for path in files)
+    assert names
+    assert not [name for name in names if f"\ndef {name}(" not in code]
