@@ -60,7 +60,7 @@ def test_your_first_job(jobs):
     """squeue shows a job that runs, and one that waits for its node, as on the page."""
     _, submit, shown, look, _ = listings("Your first job")
     assert submit.splitlines()[0] == "uv sync --locked"  # the fixture has done so
-    sbatch = [*submit.splitlines()[1].split()[1:], "--epochs=1"]
+    sbatch = submit.splitlines()[1].split()[1:]
     command, header, *rows = (line.split() for line in shown.splitlines())
     flags = ["--nodelist=node1", "--exclusive"]
     running = jobs.submit("single_gpu", *flags, *sbatch)
