@@ -80,8 +80,9 @@ def test_your_first_job(jobs):
             break
         assert time.monotonic() < deadline, result
         time.sleep(0.2)
-    tail, scancel = look.splitlines()
-    assert tail.startswith(f"tail -f slurm-{rows[0][0]}.out ")
-    assert scancel == f"scancel {rows[0][0]}"
+    assert re.findall(r"^tail -f slurm-(\d+)\.out |^scancel (\d+) ", look, re.M) == [
+        (rows[0][0], ""),
+        ("", rows[0][0]),
+    ]
     for job in (waiting, running):
         assert jobs.cancel(job).state == "CANCELLED"
