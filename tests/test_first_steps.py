@@ -25,9 +25,9 @@ def listings(heading: str) -> list[str]:
 
 
 def test_try_it_here(clone, tmp_path):
-    """Without uv at first: the line that installs it ends with the one for others."""
+    """Without uv at first: the lines that install it end with the one for others."""
     with_uv, without_uv, shown = listings("Try it here")
-    assert without_uv.endswith(f" && {with_uv}")
+    assert without_uv.endswith(f" &&\n{with_uv}")
     env = os.environ | {"HOME": str(tmp_path)}
     # uv's and pip's caches and settings stay those of this user.
     for name, folder in (("CACHE", ".cache"), ("CONFIG", ".config")):
