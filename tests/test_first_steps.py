@@ -1,0 +1,88 @@
+"""What README.rst has a newcomer type does what it shows there."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+# Times, and what a network learns, which differs a little from processor to processor.
+MEASURED = re.compile(
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|\d+\.\d{3}\b|\d+\.\d\d%|\d+(?= images/s)"
+)
+
+
+def listings(heading: str) -> list[str]:
+    """Return the literal blocks of a section, from the left margin."""
+    page = (REPOSITORY / "README.rst").read_text()
+    section = re.search(rf"^{heading}\n=+\n(.*?)^=+$", page, re.M | re.S)[1]
+    blocks = re.findall(r"::\n\n((?:    .*\n)+)", section)
+    return [re.sub("^    ", "", block, flags=re.M).strip() for block in blocks]
+
+
+def test_try_it_here(clone, tmp_path):
+    """Without uv at first: the lines that install it end with the one for others."""
+    with_uv, without_uv, shown = listings("Try it here")
+    assert without_uv.endswith(f" &&\n{with_uv}")
+    env = os.environ | {"HOME": str(tmp_path)}
+    # uv's and pip's caches and settings stay those of this user.
+    for name, folder in (("CACHE", ".cache"), ("CONFIG", ".config")):
+        env.setdefault(f"XDG_{name}_HOME", str(Path.home() / folder))
+    # An environment of uv, as this one may be, has no pip.
+    env.pop("VIRTUAL_ENV", None)
+    path = env["PATH"].split(os.pathsep)
+    here = str(Path(sys.executable).parent)
+    env["PATH"] = os.pathsep.join(folder for folder in path if folder != here)
+    result = subprocess.run(
+        ["bash", "-c", without_uv],
+        cwd=clone,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output = re.sub(r"[^\n]*\r", "", result.stdout)  # without progress bars
+    assert result.returncode == 0, output
+    assert (tmp_path / ".uv" / "bin" / "uv").exists(), output
+    assert "Successfully installed uv" in output
+    lines = [MEASURED.sub("…", line) for line in output.splitlines()]
+    assert lines[-6:] == [MEASURED.sub("…", line) for line in shown.splitlines()]
+    (accuracy,) = re.findall(r"^Test loss .* accuracy (.*)%$", output, re.M)
+    assert float(accuracy) >= 90, output
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_your_first_job(jobs):
+    """squeue shows a job that runs, and one that waits for its node, as on the page."""
+    _, submit, shown, look, _ = listings("Your first job")
+    assert submit.splitlines()[0] == "uv sync --locked"  # the fixture has done so
+    sbatch = submit.splitlines()[1].split()[1:]
+    command, header, *rows = (line.split() for line in shown.splitlines())
+    flags = ["--nodelist=node1", "--exclusive"]
+    running = jobs.submit("single_gpu", *flags, *sbatch)
+    jobs.until(running, "^Job ")
+    waiting = jobs.submit("single_gpu", *flags, *sbatch)
+
+    def columns(table: list[list[str]]) -> list[list[str]]:
+        own = [header.index("USER"), header.index("TIME")]
+        return [[c for i, c in enumerate(row) if i not in own] for row in table]
+
+    expected = [header, [waiting, *rows[0][1:]], [running, *rows[1][1:]]]
+    deadline = time.monotonic() + 60
+    while True:  # Slurm takes a moment to say what a job waits for
+        result = jobs.run(command[1:])
+        table = [line.split() for line in result.output.splitlines()]
+        if columns(table) == columns(expected):
+            break
+        assert time.monotonic() < deadline, result
+        time.sleep(0.2)
+    assert re.findall(r"^tail -f slurm-(\d+)\.out |^scancel (\d+) ", look, re.M) == [
+        (rows[0][0], ""),
+        ("", rows[0][0]),
+    ]
+    for job in (waiting, running):
+        assert jobs.cancel(job).state == "CANCELLED"
