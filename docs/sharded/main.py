@@ -30,7 +30,7 @@ loader = DataLoader(
 )
 
 # Your model.
-model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
+model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
 for block in model:
     fully_shard(block)
 fully_shard(model)
@@ -39,7 +39,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 run = {"model": model, "optimizer": optimizer}
 done = max([int(path.split("/")[1]) for path in glob("checkpoints/*/.metadata")] + [0])
 if done:
-    get_optimizer_state_dict(model, optimizer)  # makes what is loaded
+    get_optimizer_state_dict(model, optimizer)  # makes what load fills
     dcp.load(run, checkpoint_id=f"checkpoints/{done}")
 
 for epoch in range(done, 5):

@@ -4,6 +4,7 @@ import argparse
 import os
 import tarfile
 import warnings
+from collections.abc import Iterator
 from os import environ
 from pathlib import Path
 
@@ -29,18 +30,9 @@ class Images(Dataset):
     """The images of DATA_DIR/SPLIT/*.tar, each NAME.jpg with its class in NAME.cls."""
 
     def __init__(self, data_dir: str, split: str, seed: int):
-        self.shards, rows = [], []
-        for path in sorted(Path(data_dir, split).glob("*.tar")):
-            self.shards.append(open(path, "rb"))
-            with tarfile.open(path) as tar:
-                members = {member.name: member for member in tar}
-                for name in members:
-                    stem, suffix = os.path.splitext(name)
-                    if suffix in IMAGES:
-                        label = int(tar.extractfile(members[f"{stem}.cls"]).read())
-                        image = members[name]
-                        shard = len(self.shards) - 1
-                        rows.append((shard, image.offset_data, image.size, label))
+        paths = sorted(Path(data_dir, split).glob("*.tar"))
+        self.shards = [open(path, "rb") for path in paths]
+        rows = [(n, *row) for n, path in enumerate(paths) for row in list_shard(path)]
         # Workers share an array. Of a list, each would end up with a copy.
         self.index = np.array(rows)
         self.seed = seed
@@ -65,6 +57,21 @@ class Images(Dataset):
         # What is random follows from these three, not from the worker or the rank.
         torch.default_generator.manual_seed(hash((self.seed, epoch, index)))
         return augment(image), label
+
+
+def list_shard(path: Path) -> Iterator[tuple[int, int, int]]:
+    """Yield each image's offset, size and class."""
+    with tarfile.open(path, "r:") as tar:
+        members = {member.name: member for member in tar}
+        # tarfile takes a damaged header for the end, which is 1024 zeros.
+        tar.fileobj.seek(tar.offset)
+        if tar.fileobj.read(1024) != bytes(1024):
+            raise tarfile.ReadError(f"{path} is cut or damaged")
+        for name, image in members.items():
+            stem, suffix = os.path.splitext(name)
+            if suffix in IMAGES:
+                label = tar.extractfile(members[f"{stem}.cls"]).read()
+                yield image.offset_data, image.size, int(label)
 
 
 class Split:
