@@ -7,10 +7,11 @@ import subprocess
 import tarfile
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from slurm_jobs import REPOSITORY, TWO
 from torch.utils.data import Dataset
@@ -28,19 +29,18 @@ class Keys(Dataset):
         return key
 
 
-@pytest.fixture
-def data(monkeypatch):
-    """The module data.py, without a process group."""
-    path = REPOSITORY / FOLDER / "data.py"
-    spec = importlib.util.spec_from_file_location("your_data", path)
+def load(name: str) -> ModuleType:
+    """Return a module of docs/your_data, without a process group."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / FOLDER / name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "dist", SimpleNamespace())
+    module.dist = SimpleNamespace()
     return module
 
 
-def test_shares(data):
+def test_shares():
     """Ranks share a global batch, whatever their number; each sample counts once."""
+    data = load("data.py")
     keys = data.Split(Keys())
 
     def read(world_size: int, epoch: int, batches, *arguments) -> list[list[list]]:
@@ -60,12 +60,13 @@ def test_shares(data):
         assert {len(batch) for rank in ranks for batch in rank} == {12 // world_size}
         return [sorted(chain(*step)) for step in zip(*ranks, strict=True)]
 
-    orders = first, _, _ = draw(1, 0, 1), draw(1, 0, 2), draw(1, 1, 1)
-    for order in orders:
+    first = draw(1, seed=0, epoch=1)
+    others = [draw(1, seed=0, epoch=2), draw(1, seed=1, epoch=1)]
+    for order in (first, *others):
         assert len(order) == 2 and len(set(chain(*order))) == 24, order
-    assert first not in orders[1:], "seed and epoch do not change the order"
+    assert first not in others, "seed and epoch do not change the order"
     for world_size in (2, 3, 4):
-        assert draw(world_size, 0, 1) == first, world_size
+        assert draw(world_size, seed=0, epoch=1) == first, world_size
 
     for world_size in (1, 2, 3, 4, 40):
         ranks = read(world_size, 0, data.evaluation_batches, 4)
@@ -137,6 +138,40 @@ def write_arrow(jobs, folders: Path, target: Path) -> None:
         command = [*python, "to_arrow.py", *parts, target / f"{split}.arrow"]
         result = jobs.run(command, FOLDER)
         assert result.exit_code == 0, result
+
+
+def test_images(tmp_path):
+    """Crops follow from seed, epoch and sample; the classes are those of train."""
+    draw_folders(tmp_path)
+    data = load("data.py")
+    images = data.Images(tmp_path, "train", seed=0)
+    first = images[1, 3][0]
+    for again, same in (
+        (images[1, 3], True),
+        (images[2, 3], False),
+        (images[1, 4], False),
+        (data.Images(tmp_path, "train", seed=1)[1, 3], False),
+    ):
+        assert torch.equal(again[0], first) == same
+    assert torch.equal(images[0, 3][0], images[0, 3][0])
+    validation = data.Images(tmp_path, "validation", seed=0)
+    assert [validation[0, i][1] for i in range(5)] == [1, 1, 1, 2, 2]
+
+
+def test_cut_shard(tmp_path):
+    draw_folders(tmp_path)
+    write_shards(tmp_path, tmp_path / "shards")
+    path = tmp_path / "shards" / "train" / "1.tar"
+    list_shard = load("data_tar.py").list_shard
+    content = path.read_bytes()
+    shard = list(list_shard(path))
+    assert len(shard) == 16
+    last, _, _ = shard[-1]
+    # In an image, and between two files, which tarfile alone takes for the end.
+    for end in (last + 1, last - 512):
+        path.write_bytes(content[:end])
+        with pytest.raises(tarfile.ReadError):
+            list(list_shard(path))
 
 
 @pytest.mark.usefixtures("nothing_left")
