@@ -30,7 +30,7 @@ class Images(Dataset):
     def __init__(self, data_dir: str, split: str, seed: int):
         _, label_of = find_classes(f"{data_dir}/train")
         files = make_dataset(f"{data_dir}/{split}", label_of, IMAGES, allow_empty=True)
-        # Workers share arrays. Of a list, each would end up with a copy.
+        # Workers share arrays. Each would end up with a copy of a list.
         self.paths = np.array([path for path, _ in files])
         self.labels = np.array([label for _, label in files])
         self.seed = seed
@@ -61,7 +61,7 @@ class Split:
 
     def __init__(self, samples: Dataset):
         self.samples = samples
-        self.batches = []  # of keys of the data set. `load` fills it for each epoch
+        self.batches = []  # lists of keys; `load` fills it for each epoch
         self.loader = DataLoader(
             samples,
             batch_sampler=self.batches,

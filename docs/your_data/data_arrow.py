@@ -57,7 +57,7 @@ class Split:
 
     def __init__(self, samples: Dataset):
         self.samples = samples
-        self.batches = []  # of keys of the data set. `load` fills it for each epoch
+        self.batches = []  # lists of keys; `load` fills it for each epoch
         self.loader = DataLoader(
             samples,
             batch_sampler=self.batches,

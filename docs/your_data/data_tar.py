@@ -33,7 +33,7 @@ class Images(Dataset):
         paths = sorted(Path(data_dir, split).glob("*.tar"))
         self.shards = [open(path, "rb") for path in paths]
         rows = [(n, *row) for n, path in enumerate(paths) for row in list_shard(path)]
-        # Workers share an array. Of a list, each would end up with a copy.
+        # Workers share an array. Each would end up with a copy of a list.
         self.index = np.array(rows)
         self.seed = seed
 
@@ -79,7 +79,7 @@ class Split:
 
     def __init__(self, samples: Dataset):
         self.samples = samples
-        self.batches = []  # of keys of the data set. `load` fills it for each epoch
+        self.batches = []  # lists of keys; `load` fills it for each epoch
         self.loader = DataLoader(
             samples,
             batch_sampler=self.batches,
