@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-rank, local_rank, world_size = (
-    int(os.environ[f"SLURM_{name}"]) for name in ("PROCID", "LOCALID", "NTASKS")
-)
+rank = int(os.environ["SLURM_PROCID"])
+local_rank = int(os.environ["SLURM_LOCALID"])
+world_size = int(os.environ["SLURM_NTASKS"])
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if device.type == "cuda":
     torch.cuda.set_device(local_rank)

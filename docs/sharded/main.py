@@ -1,0 +1,64 @@
+"""A training as many are, with a DataLoader."""
+
+import os
+from glob import glob
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+rank = int(os.environ["SLURM_PROCID"])
+local_rank = int(os.environ["SLURM_LOCALID"])
+world_size = int(os.environ["SLURM_NTASKS"])
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(local_rank)
+dist.init_process_group(
+    "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world_size
+)
+torch.manual_seed(0)
+
+points = torch.rand(4096, 2)  # your data
+dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
+loader = DataLoader(
+    dataset, 64, sampler=DistributedSampler(dataset, drop_last=True), drop_last=True
+)
+
+# Your model.
+model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
+for block in model:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+run = {"model": model, "optimizer": optimizer}
+done = max([int(path.split("/")[1]) for path in glob("checkpoints/*/.metadata")] + [0])
+if done:
+    get_optimizer_state_dict(model, optimizer)  # makes what load fills
+    dcp.load(run, checkpoint_id=f"checkpoints/{done}")
+
+for epoch in range(done, 5):
+    loader.sampler.set_epoch(epoch)
+    metrics = torch.zeros(2, dtype=torch.float64, device=device)
+    for inputs, targets in loader:
+        inputs, targets = inputs.to(device), targets.to(device)
+        loss = F.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        metrics[0] += loss.detach() * len(targets)
+        metrics[1] += len(targets)
+    dist.all_reduce(metrics)
+    total, count = metrics
+    if rank == 0:
+        print(
+            f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples",
+            flush=True,
+        )
+    dcp.save(run, checkpoint_id=f"checkpoints/{epoch + 1}")
+dist.destroy_process_group()
