@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import sys
+from itertools import groupby
 from pathlib import Path
 
 from docutils import nodes
@@ -22,11 +23,13 @@ OTHERS = [
     "imagenet/hangs",
     "imagenet/debugging",
     "your_training",
+    "your_data",
+    "sharded",
     "clusters",
     "troubleshooting",
     "interactive",
     "reliability",
-    "fault_matrix",
+    "measured",
     "scaling",
 ]
 PAGES = [
@@ -73,6 +76,7 @@ html_context = {"diffs": DIFFS}
 html_additional_pages = {"index": "index.html"}
 templates_path = ["templates"]
 html_static_path = ["static"]
+html_css_files = ["pages.css"]
 html_copy_source = html_show_copyright = html_use_index = False
 
 
@@ -90,10 +94,14 @@ def adapt_source(app, page: str, content: list[str]) -> None:
     content[0] = re.sub(r"^\.\. contents::.*\n(   .*\n)*", "", content[0], flags=re.M)
     if page == root_doc:
         content[0] += TOCTREE
+    if page not in (root_doc, *PAGES):  # the fault matrix, to which a page links
+        content[0] = f":orphan:\n\n{content[0]}"
 
 
 def adapt(app, doctree: nodes.document, page: str) -> None:
     """Have links lead to pages of the site, those to examples' files to their diffs."""
+    for image in list(doctree.findall(nodes.image)):
+        image.replace_self(nodes.container("", image.deepcopy(), classes=["picture"]))
     for link in doctree.findall(nodes.reference):
         if ":" in link.get("refuri", ":"):
             continue
@@ -113,6 +121,14 @@ def diff_pages(app):
         rows = side_by_side.rows(ROOT / old, ROOT / new)
         yield (
             f"diff/{new}",
-            {"title": f"{old} and {new}", "old": old, "new": new, "rows": rows},
+            {
+                "title": f"{old} and {new}",
+                "old": old,
+                "new": new,
+                "parts": [
+                    list(part)
+                    for _, part in groupby(rows, lambda row: row[0].kind == "same")
+                ],
+            },
             "diff.html",
         )

@@ -1,4 +1,4 @@
-"""Write a small picture of each example: nodes, tasks, ranks and GPUs of its job.sh.
+"""Write multi_gpu.svg and imagenet.svg: nodes, tasks, ranks, GPUs of their job.sh.
 
 The pictures take the colour scheme of the page that shows them,
 as that of draw_ranks.py does.
@@ -13,9 +13,7 @@ from draw_ranks import arrow, arrow_head, box, path, text
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = {
-    "single_gpu": "single_gpu: one process, with one GPU",
     "multi_gpu": "multi_gpu: a process for each GPU of a node",
-    "multi_node": "multi_node: a process for each GPU of several nodes",
     "imagenet": "imagenet: workers that read images, and checkpoints on a shared disk",
 }
 HOSTS = ("node1", "node2")
@@ -41,8 +39,7 @@ def draw_example(example: str) -> str:
     assert nodes <= len(HOSTS) and tasks == gpus, "the picture has a GPU for each task"
     words = f"--nodes={nodes} --ntasks-per-node={tasks} --gpus-per-node={gpus}"
     shapes = [text("name", 24, 60, f"sbatch {words}")]
-    distributed, width = nodes * tasks > 1, 36 + nodes * NODE_STEP
-    node_y = 122 if distributed else 76
+    node_y, width = 122, 36 + nodes * NODE_STEP
     bar_y, left, right = (
         node_y + NODE_HEIGHT + 16,
         tasks_x(0),
@@ -55,29 +52,25 @@ def draw_example(example: str) -> str:
             tasks,
             f"{options['cpus-per-task']} workers" * (example == "imagenet"),
         )
-    height = node_y + NODE_HEIGHT + 24
-    if distributed:
-        address = "the first node" if nodes > 1 else "127.0.0.1"
-        shapes += [
-            box("address", left, 76, right - left, 28),
-            text(
-                "small center",
-                (left + right) / 2,
-                94,
-                f"MASTER_ADDR: {address}, where all ranks meet",
-            ),
-            arrow(
-                "address", task_x(0, 0, tasks) + task_width(tasks) / 2, 104, node_y + 40
-            ),
-            box("gpu", left, bar_y, right - left, 28),
-            text(
-                "small center",
-                (left + right) / 2,
-                bar_y + 18,
-                "NCCL all-reduce: the mean of all gradients, every step",
-            ),
-        ]
-        height = bar_y + 28 + 20
+    address = "the first node" if nodes > 1 else "127.0.0.1"
+    shapes += [
+        box("address", left, 76, right - left, 28),
+        text(
+            "small center",
+            (left + right) / 2,
+            94,
+            f"MASTER_ADDR: {address}, where all ranks meet",
+        ),
+        arrow("address", task_x(0, 0, tasks) + task_width(tasks) / 2, 104, node_y + 40),
+        box("gpu", left, bar_y, right - left, 28),
+        text(
+            "small center",
+            (left + right) / 2,
+            bar_y + 18,
+            "NCCL all-reduce: the mean of all gradients, every step",
+        ),
+    ]
+    height = bar_y + 28 + 20
     if example == "imagenet":
         shared_y = bar_y + 48
         shapes += [
@@ -125,14 +118,9 @@ def draw_node(node: int, y: int, tasks: int, workers: str) -> list[str]:
     for local_rank in range(tasks):
         left, width = task_x(node, local_rank, tasks), task_width(tasks)
         center = left + width / 2
-        alone = tasks == 1
         lines = (
-            ("python main.py", "the whole training")
-            if alone
-            else (
-                f"rank {node * tasks + local_rank}",
-                workers or f"local rank {local_rank}",
-            )
+            f"rank {node * tasks + local_rank}",
+            workers or f"local rank {local_rank}",
         )
         shapes += [
             box("task", left, y + 40, width, 48),
@@ -144,13 +132,12 @@ def draw_node(node: int, y: int, tasks: int, workers: str) -> list[str]:
                 "small name center",
                 center,
                 y + 125,
-                "GPU cuda" if alone else f"GPU cuda:{local_rank}",
+                f"GPU cuda:{local_rank}",
             ),
         ]
-        if not alone:
-            shapes.append(
-                arrow("gpu", center, y + 136, y + NODE_HEIGHT + 16, both_ends=True)
-            )
+        shapes.append(
+            arrow("gpu", center, y + 136, y + NODE_HEIGHT + 16, both_ends=True)
+        )
     return shapes
 
 

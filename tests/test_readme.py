@@ -13,6 +13,7 @@ import draw_batch
 import draw_curves
 import draw_examples
 import draw_imagenet
+import draw_jobs
 import draw_ranks
 import pytest
 import update_readmes
@@ -191,7 +192,7 @@ def test_no_row_of_a_table_is_torn(path):
 
 
 def test_pictures_are_up_to_date():
-    scripts = (draw_batch, draw_curves, draw_examples, draw_imagenet)
+    scripts = (draw_batch, draw_curves, draw_examples, draw_imagenet, draw_jobs)
     pictures = {"ranks.svg": draw_ranks.draw} | {
         k: draw for script in scripts for k, draw in script.PICTURES.items()
     }
