@@ -66,7 +66,7 @@ def draw_imagenet(folder: Path, classes=4, train=6, valid=3, resolution=48) -> D
             found.train[wnid, name] = files[name]
         tars[f"{wnid}.tar"] = tar_bytes(files)
         answers += [(number, wnid, data) for data in valid_images]
-        synsets.append((number, wnid, "", "", 0, train))
+        synsets.append((number, wnid, "a word", "a gloss", 0, train))
     (folder / "ILSVRC2012_img_train.tar").write_bytes(tar_bytes(tars))
 
     rng.shuffle(answers)
@@ -78,7 +78,7 @@ def draw_imagenet(folder: Path, classes=4, train=6, valid=3, resolution=48) -> D
     (folder / "ILSVRC2012_img_val.tar").write_bytes(tar_bytes(val))
 
     # A synset above them. torchvision reads fields by their place.
-    synsets.append((classes + 1, "n99999999", "", "", classes, 0))
+    synsets.append((classes + 1, "n99999999", "above", "all", classes, 0))
     fields = "ILSVRC2012_ID WNID words gloss num_children num_train_images"
     kind = [(field, object) for field in fields.split()]
     matrix = io.BytesIO()
