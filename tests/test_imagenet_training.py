@@ -430,7 +430,10 @@ def test_workers(tmp_path):
         os.kill(killed, signal.SIGKILL)
         assert training.join() == [1, 1], training.text()
         training.wait_for(lambda: not still_running(workers))
-    said = rf"RuntimeError: DataLoader worker \(pid.* {killed}\) .*"
+    # If it was just sending a batch, PyTorch may not know yet that it has ended.
+    said = (
+        rf"RuntimeError: DataLoader worker \(pid.* {killed}\) .*|ConnectionResetError"
+    )
     assert re.search(said, training.text()), training.text()
 
 
