@@ -1,4 +1,4 @@
-"""Jobs train while a monkey picks faults for some minutes: `pytest --soak=30 -s`."""
+"""Jobs train while a monkey picks faults: `pytest tests/faults --soak=30 -s`."""
 
 import random
 import signal
