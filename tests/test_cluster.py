@@ -32,7 +32,7 @@ def requirements():
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
-def traces(state: Path, address: str = "none") -> list[str]:
+def traces(state: Path, address: str = "no.network") -> list[str]:
     """Return what is left of a cluster: its folder, network and processes."""
     left = [str(state)] if state.exists() else []
     subnet = f" {address.rpartition('.')[0]}."
