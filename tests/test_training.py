@@ -379,8 +379,8 @@ def test_learning_rate(example):
     assert rates[-1] == pytest.approx(peak / 25 / 1e4)
     # train() moves the schedule on.
     for rank in observed(example, 2 if example in DISTRIBUTED else 1):
-        last = 10 * GLOBAL_BATCH_SIZE / 256 / 25 / 1e4
-        assert rank["exact"]["last rate"] == pytest.approx(last)
+        first = 10 * GLOBAL_BATCH_SIZE / 256 / 25
+        assert rank["exact"]["last rate"] > 1.2 * first
 
 
 # main()
