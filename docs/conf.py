@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
 import side_by_side  # noqa: E402
+from side_by_side import DIFFS  # noqa: E402
 
 project = html_title = "PyTorch on Slurm"
 root_doc = "README"
@@ -38,16 +39,6 @@ PAGES = [
     "CONTRIBUTING",
 ]
 TOCTREE = "\n.. toctree::\n   :hidden:\n\n" + "".join(f"   {page}\n" for page in PAGES)
-# (old file, new file) of every page with two files side by side.
-DIFFS = [
-    ("single_gpu/job.sh", "multi_gpu/job.sh"),
-    ("single_gpu/main.py", "multi_gpu/main.py"),
-    ("multi_gpu/job.sh", "multi_node/job.sh"),
-    ("multi_gpu/main.py", "multi_node/main.py"),
-    ("multi_node/job.sh", "multi_node/job_torchrun.sh"),
-    ("multi_node/job.sh", "imagenet/job.sh"),
-    ("multi_node/main.py", "imagenet/main.py"),
-]
 
 include_patterns = ["*.rst", "*/README.rst", "docs/*.rst", "docs/*/*.rst"]
 # Not to look for pages in there takes time.

@@ -1,8 +1,8 @@
 """Draw the accuracy and the images/s of a run, epoch by epoch, from the log of its job.
 
 Without arguments, it draws curves.svg from curves.out, the log of a run that
-README.rst tells of. The picture takes the colour scheme of the page that shows it, as
-that of draw_ranks.py does.
+docs/measured.rst tells of. The picture takes the colour scheme of the page that shows
+it, as that of draw_ranks.py does.
 """
 
 import argparse

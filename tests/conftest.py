@@ -233,7 +233,7 @@ def pytest_runtest_makereport(item):
     for jobs in (value for value in item.funcargs.values() if isinstance(value, Jobs)):
         if report.failed:
             report.sections += jobs.tell()
-        elif report.when == "teardown":
+        if report.when == "teardown":
             jobs.forget()
     return report
 

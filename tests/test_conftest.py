@@ -10,7 +10,6 @@ from slurm_jobs import REPOSITORY
 
 TEST = """\
 import subprocess
-import sys
 
 
 def test_that_does_not_end(cluster, tmp_path):

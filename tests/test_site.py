@@ -7,20 +7,12 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import update_readmes
+from side_by_side import DIFFS
 
 REPOSITORY = Path(__file__).parent.parent
 # The group docs is not in .venv. It gets an environment of its own,
 # of 28 small packages: 4 s.
 COMMAND = "uv run --isolated --only-group docs --locked sphinx-build -W -c docs . site"
-DIFFS = [
-    ("single_gpu/job.sh", "multi_gpu/job.sh"),
-    ("single_gpu/main.py", "multi_gpu/main.py"),
-    ("multi_gpu/job.sh", "multi_node/job.sh"),
-    ("multi_gpu/main.py", "multi_node/main.py"),
-    ("multi_node/job.sh", "multi_node/job_torchrun.sh"),
-    ("multi_node/job.sh", "imagenet/job.sh"),
-    ("multi_node/main.py", "imagenet/main.py"),
-]
 
 
 class Page(HTMLParser):
