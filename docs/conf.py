@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
 import side_by_side  # noqa: E402
-from side_by_side import DIFFS  # noqa: E402
+from update_readmes import DIFFS  # noqa: E402
 
 project = html_title = "PyTorch on Slurm"
 root_doc = "README"

@@ -13,16 +13,6 @@ from pygments.lexers import get_lexer_for_filename
 from pygments.token import STANDARD_TYPES
 from update_readmes import diff
 
-# (old file, new file) of every pair that a page explains and shows.
-DIFFS = [
-    ("single_gpu/job.sh", "multi_gpu/job.sh"),
-    ("single_gpu/main.py", "multi_gpu/main.py"),
-    ("multi_gpu/job.sh", "multi_node/job.sh"),
-    ("multi_gpu/main.py", "multi_node/main.py"),
-    ("multi_node/job.sh", "multi_node/job_torchrun.sh"),
-    ("multi_node/job.sh", "imagenet/job.sh"),
-    ("multi_node/main.py", "imagenet/main.py"),
-]
 # What two lines must have in common for one to be called a new version of the other.
 ALIKE = 0.4
 

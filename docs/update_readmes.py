@@ -36,6 +36,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 3  # unchanged lines before and after the changed ones of a hunk
 MARKER = re.compile(r"\.\. (begin|end) (.*\S)\s*")
+# (old file, new file) of every pair that a page explains and shows.
+DIFFS = [
+    ("single_gpu/job.sh", "multi_gpu/job.sh"),
+    ("single_gpu/main.py", "multi_gpu/main.py"),
+    ("multi_gpu/job.sh", "multi_node/job.sh"),
+    ("multi_gpu/main.py", "multi_node/main.py"),
+    ("multi_node/job.sh", "multi_node/job_torchrun.sh"),
+    ("multi_node/job.sh", "imagenet/job.sh"),
+    ("multi_node/main.py", "imagenet/main.py"),
+]
 
 
 def main() -> None:

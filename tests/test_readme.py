@@ -17,7 +17,7 @@ import draw_jobs
 import draw_ranks
 import pytest
 import update_readmes
-from side_by_side import DIFFS
+from update_readmes import DIFFS
 
 REPOSITORY = Path(__file__).parent.parent
 README_FILES = sorted([REPOSITORY / "README.rst", *REPOSITORY.glob("*/README.rst")])

@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import update_readmes
-from side_by_side import DIFFS
+from update_readmes import DIFFS
 
 REPOSITORY = Path(__file__).parent.parent
 # The group docs is not in .venv. It gets an environment of its own,
