@@ -14,7 +14,7 @@ from first_aid import OVER
 
 REPOSITORY = Path(__file__).parent.parent
 # Samples of the small CIFAR-10: no world size from 2 on divides them all.
-TRAINING, VALIDATION, TEST = 108, 12, 31
+TRAINING, VALIDATION, TEST = 36, 4, 11
 
 EPOCH_LINE = re.compile(
     r"^Epoch (\d+): train loss \d+\.\d{3} accuracy \d+\.\d\d%, "
@@ -289,6 +289,10 @@ IMAGENET_EPOCH_LINE = re.compile(
     r"^Epoch (\d+): train loss (\d+\.\d{3}) accuracy (\d+\.\d\d)%, "
     r"valid loss (\d+\.\d{3}) accuracy (\d+\.\d\d)%, "
     r"\d+ images/s, \d+% waiting for data(?:, (\d+) requeues to go)?$",
+    re.MULTILINE,
+)
+ASKED_TO_STOP = re.compile(
+    r"^Asked to stop: saved step (\d+) of epoch (\d+), to go on from there$",
     re.MULTILINE,
 )
 WEIGHTS_LINE = re.compile(

@@ -1,19 +1,13 @@
 """The imagenet example as jobs: staged, stopped, killed, started: the same weights."""
 
 import re
-import subprocess
-import time
 from dataclasses import replace
 
 import pytest
-from slurm_jobs import EPOCHS, TINY, TWO, Result, stop, weights
+from slurm_jobs import ASKED_TO_STOP, EPOCHS, TINY, TWO, stop, weights
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 ONE = ["--nodes=1", *TWO]  # rank
-ASKED_TO_STOP = re.compile(
-    r"^Asked to stop: saved step (\d+) of epoch (\d+), to go on from there$",
-    re.MULTILINE,
-)
 
 
 def test_the_whole_way(user, undisturbed, tmp_path):
@@ -70,20 +64,6 @@ def test_cancelled_and_resumed(user, tmp_path):
     assert share in resumed.output, resumed
 
 
-def test_salloc(user, tmp_path):
-    command = ["salloc", "--nodes=2", *TWO, "bash", "-euc"]
-    on_each_node = "srun --ntasks=2 --ntasks-per-node=1"
-    data = '--data-dir "/tmp/slurm-job-$SLURM_JOB_ID"'
-    script = f"""
-        {on_each_node} uv run --no-sync python prepare_data.py {data}
-        srun uv run --no-sync python main.py {data} {" ".join(TINY)} --epochs=1
-        {on_each_node} rm -r "/tmp/slurm-job-$SLURM_JOB_ID"
-    """
-    result = user.run([*command, script], "imagenet", SLURM_CPUS_PER_TASK="1")
-    assert result.exit_code == 0, result
-    weights(Result(result.output, 0, "COMPLETED"))
-
-
 def test_array(user):
     """Each task of an array has data, a checkpoint folder and a seed of its own.
 
@@ -117,59 +97,6 @@ def test_array(user):
     assert told.count("node1: staged ") == 2
     made = set(user.checkpoints("").glob("*")) - folders
     assert [(folder / "best.pt").exists() for folder in made] == [True, True]
-
-
-def test_torchrun_elastic(user, tmp_path):
-    """A node is lost and comes back.
-
-    The other one goes on alone meanwhile, from the newest checkpoint.
-    """
-    launch = (
-        "uv run --no-sync torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 "
-        "--rdzv-backend=c10d --rdzv-endpoint=node1:29500 --rdzv-id=1 "
-        "main.py --synthetic --limit-train-samples=160 --epochs=400"
-    )
-    folder = f"--checkpoint-dir={tmp_path / 'checkpoints'}"
-    command = [*launch.split(), *TINY, folder]
-    log = tmp_path / "log"
-    # Else PyTorch 2.15's first agent keeps the address of its store
-    # to itself, and nobody can join.
-    env = user.env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    # As job.sh sets one: an agent that is killed leaves its folders behind.
-    env["TMPDIR"] = str(tmp_path)
-
-    def start(node: str) -> subprocess.Popen:
-        cd = f"--chdir={user.clone / 'imagenet'}"
-        here = [*user.cluster.namespaces(node), "env", cd]
-        with log.open("a") as file:
-            return subprocess.Popen(
-                [*here, *command], env=env, stdout=file, stderr=subprocess.STDOUT
-            )
-
-    def until(pattern: str) -> None:
-        deadline = time.monotonic() + 150
-        while not re.search(pattern, text := log.read_text(), re.DOTALL):
-            assert time.monotonic() < deadline, f"no {pattern} in\n{text}"
-            time.sleep(0.1)
-
-    agents = [start("node1"), start("node2")]
-    try:
-        alone, both = "World size 1: 32 steps", "World size 2: 16 steps"
-        until(f"{both}.*Epoch 1:")
-        user.kill_all("node2")
-        # Alone, with the global batch of two.
-        until(
-            f"{both}.*Resuming from .*"
-            "World size 1: 16 steps an epoch, 1 x 10 samples each.*Epoch"
-        )
-        agents.append(start("node2"))
-        until(f"{both}.*World size 1: .*Resuming from .*{both}.*Epoch")
-        assert alone not in log.read_text()
-    finally:
-        for node in ("node1", "node2"):
-            user.kill_all(node)
-        for agent in agents:
-            agent.wait()
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,13 @@ import re
 import signal
 
 import pytest
-from slurm_jobs import EPOCHS, TWO, User, every_case, stop, weights
+from slurm_jobs import ASKED_TO_STOP, EPOCHS, TWO, User, every_case, stop, weights
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 NO_PROGRESS = (
     r"job.sh: error: status \d+, and no new checkpoint since this start: not requeued. "
     "See above. If the time limit was near, ask for more --time"
 )
-ASKED_TO_STOP = r"^Asked to stop: saved (step \d+ of epoch \d+), to go on from there$"
 
 
 def preempt(user: User, job: str, rank: int) -> None:
@@ -69,7 +68,7 @@ def test_four_warnings(user, undisturbed, moments):
         user.until(job, f"^Job .* requeued {requeues} times$")
     result = user.wait(job)
     assert weights(result) == undisturbed
-    assert len(re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)) == 4
+    assert len(ASKED_TO_STOP.findall(result.output)) == 4
     assert user.show(job)["Restarts"] == "4"
 
 
@@ -99,7 +98,7 @@ def test_requeue_by_hand(user, undisturbed):
     result = user.wait(job)
     assert weights(result) == undisturbed
     assert user.show(job)["Restarts"] == "1"
-    assert len(re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)) == 1, result
+    assert len(ASKED_TO_STOP.findall(result.output)) == 1, result
     assert re.search(r"^Resuming from .*-step-\d+.pt$", result.output, re.MULTILINE), (
         result
     )
@@ -180,7 +179,7 @@ def test_preempted(user, undisturbed, grace):
     remembered = grace and (24, 5) <= user.slurm_version() < (26, 5)
     assert weights(result, "PREEMPTED" if remembered else "COMPLETED") == undisturbed
     assert user.show(job)["Restarts"] == "1"
-    assert len(re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)) == 1, result
+    assert len(ASKED_TO_STOP.findall(result.output)) == 1, result
 
 
 MOMENTS = every_case(
@@ -233,7 +232,10 @@ def test_warned(user, undisturbed, moment):
         # Nothing agrees any more: it ends as if it had not been warned.
         "after the last epoch": [],
     }
-    said = re.findall(ASKED_TO_STOP, result.output, re.MULTILINE)
+    said = [
+        f"step {step} of epoch {epoch}"
+        for step, epoch in ASKED_TO_STOP.findall(result.output)
+    ]
     assert len(said) == len(saved[moment]) and all(
         map(re.fullmatch, saved[moment], said)
     ), result

@@ -9,7 +9,7 @@ from pathlib import Path
 import cluster as slurm
 import pytest
 
-BENCHMARKS = Path(__file__).parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # How small, and the rows of its tables.
 TINY = {
     "cifar10_input": ("--samples 256", 4),

@@ -98,6 +98,60 @@ def test_an_allocation_and_torchrun(user, tmp_path):
 
 
 @pytest.mark.usefixtures("nothing_left")
+def test_torchrun_elastic(user, tmp_path):
+    """A node is lost and comes back.
+
+    The other one goes on alone meanwhile, from the newest checkpoint.
+    """
+    launch = (
+        "uv run --no-sync torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 "
+        "--rdzv-backend=c10d --rdzv-endpoint=node1:29500 --rdzv-id=1 "
+        "main.py --synthetic --limit-train-samples=160 --epochs=400"
+    )
+    folder = f"--checkpoint-dir={tmp_path / 'checkpoints'}"
+    command = [*launch.split(), *TINY, folder]
+    log = tmp_path / "log"
+    # Else PyTorch 2.15's first agent keeps the address of its store
+    # to itself, and nobody can join.
+    env = user.env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    # As job.sh sets one: an agent that is killed leaves its folders behind.
+    env["TMPDIR"] = str(tmp_path)
+
+    def start(node: str) -> subprocess.Popen:
+        cd = f"--chdir={user.clone / 'imagenet'}"
+        here = [*user.cluster.namespaces(node), "env", cd]
+        with log.open("a") as file:
+            return subprocess.Popen(
+                [*here, *command], env=env, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def until(pattern: str) -> None:
+        deadline = time.monotonic() + 150
+        while not re.search(pattern, text := log.read_text(), re.DOTALL):
+            assert time.monotonic() < deadline, f"no {pattern} in\n{text}"
+            time.sleep(0.1)
+
+    agents = [start("node1"), start("node2")]
+    try:
+        alone, both = "World size 1: 32 steps", "World size 2: 16 steps"
+        until(f"{both}.*Epoch 1:")
+        user.kill_all("node2")
+        # Alone, with the global batch of two.
+        until(
+            f"{both}.*Resuming from .*"
+            "World size 1: 16 steps an epoch, 1 x 10 samples each.*Epoch"
+        )
+        agents.append(start("node2"))
+        until(f"{both}.*World size 1: .*Resuming from .*{both}.*Epoch")
+        assert alone not in log.read_text()
+    finally:
+        for node in ("node1", "node2"):
+            user.kill_all(node)
+        for agent in agents:
+            agent.wait()
+
+
+@pytest.mark.usefixtures("nothing_left")
 def test_a_sweep(user):
     """Each task trains with its line of the file, and with the common arguments."""
     (sweep,) = [text for text in listings("Many runs") if "cat sweep.txt" in text]

@@ -1,0 +1,85 @@
+"""The download of CIFAR-10, from a server that is slow."""
+
+import contextlib
+import http.server
+import queue
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from test_launch import ONE_EACH, ONE_EPOCH, SMALL, TWO_EACH
+
+
+@contextlib.contextmanager
+def serve_slowly(path: Path, address: str):
+    """Serve a file to nodes, a byte a second, until `go` is set.
+
+    Give its URL, to which anything may be added, the requests that came, and `go`.
+    """
+    go, requests = threading.Event(), queue.Queue()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(path.stat().st_size))
+            self.end_headers()
+
+        def do_GET(self):
+            self.do_HEAD()
+            if self.headers["Method"] == "HEAD":  # torchvision looks for redirections
+                return
+            requests.put(self.path)
+            with path.open("rb") as file:
+                while not go.wait(1):
+                    self.wfile.write(file.read(1))
+                self.wfile.write(file.read())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer((address, 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://{address}:{server.server_port}", requests, go
+        finally:
+            go.set()
+            server.shutdown()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_slow_download(jobs, archive, tmp_path):
+    """It meets no timeout: nobody is in the process group yet.
+
+    A node downloads to a disk of its own; to a folder that nodes share, rank 0 does.
+    """
+    machine = jobs.cluster.address(socket.gethostname())
+    flags = [*SMALL, "--nodelist=node[1-2]"]
+    job = ["multi_node", *flags, *TWO_EACH, "job.sh", *ONE_EPOCH]
+    salloc = ["salloc", *flags, *ONE_EACH, "srun", "uv", "run", "python", "main.py"]
+    salloc += [*ONE_EPOCH, "--data-dir", tmp_path / "data"]
+    with (
+        ThreadPoolExecutor() as pool,
+        serve_slowly(archive, machine) as (url, requests, go),
+    ):
+        env = [
+            {
+                "CIFAR10_ARCHIVE": "",
+                "CIFAR10_URL": f"{url}/{start}",
+                "MASTER_PORT": port,
+            }
+            for start, port in (("sbatch", "23457"), ("salloc", "23458"))
+        ]
+        four = pool.submit(jobs.sbatch, *job, **env[0])
+        two = pool.submit(jobs.run, salloc, "multi_node", **env[1])
+        downloads = sorted(requests.get(timeout=120) for _ in range(3))
+        assert downloads == ["/salloc", "/sbatch", "/sbatch"]
+        # Rank 0 listens there from the moment when it joins.
+        for port in (23457, 23458):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((jobs.cluster.address("node1"), port))
+        go.set()
+        four.result().trained(4, batch_size=4)
+        two.result().trained(2, batch_size=4)
+        assert requests.empty()
