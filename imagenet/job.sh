@@ -33,11 +33,18 @@ fail() {
     sleep 1
     exit 1
 }
+wait_for_controller() {
+    until scontrol ping > /dev/null; do
+        echo "job.sh: waiting for Slurm's controller" >&2
+        sleep 20
+    done
+}
 echo "Job ${SLURM_JOB_ID:?use sbatch} on $SLURM_JOB_NODELIST, $(date)," \
     "requeued ${SLURM_RESTART_COUNT:-0} times"
+wait_for_controller
 forget_other_jobs
 
-# With all the CPUs that the job has there.
+# Run a command once on each node, with all the CPUs that the job has there.
 on_each_node() {
     env -u SLURM_CPUS_PER_TASK srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
         --cpu-bind=none --kill-on-bad-exit=1 "$@"
@@ -50,23 +57,21 @@ export GOT_FURTHER=$SLURM_TMPDIR/$SLURM_JOB_ID.got_further
 rm -f "$GOT_FURTHER"
 
 # The one rule: a job that has not finished is requeued if it got further since it started,
-# or if Slurm preempted it. Else it fails. One task of an array is 7_3.
+# or if Slurm preempted it. Else it fails. Only if Slurm itself ends the job, by scancel or
+# at the time limit, Slurm decides. One task of an array is 7_3.
 this_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 finish() {
     status=$?
-    # Slurm ends this job, and it decides about a requeue. Ranks may still be saving.
+    # Slurm ends this job. Nothing is removed: ranks may still be saving.
     [ -z "${ended_by_slurm:-}" ] || exit "$status"
     [ ! -e "$GOT_FURTHER" ] || got_further=yes
-    until scontrol ping > /dev/null; do
-        echo "job.sh: waiting for Slurm's controller" >&2
-        sleep 20
-    done
+    wait_for_controller
     if [[ $SLURM_TMPDIR == /tmp/slurm-job-* ]]; then
         # A controller that has just come back takes some seconds to find its nodes.
         for _ in 1 2 3; do
             on_each_node --overlap --immediate=10 rm -rf "$SLURM_TMPDIR" && break
         done
-        rm -rf "$SLURM_TMPDIR"
+        rm -rf "$SLURM_TMPDIR" || true
     fi
     if [ "$status" = 0 ]; then
         # Slurm 24.11 would start a finished job again if it was preempted once.
@@ -110,11 +115,9 @@ else
     # Once, here: tasks that all do this at the same time get in each other's way.
     uv sync --locked --inexact --quiet
 fi
-[[ " $* " != *" --synthetic "* ]] || IMAGENET_DIR=""
-[ -z "$IMAGENET_DIR" ] || on_each_node uv run --no-sync python prepare_data.py
 
 # With `--array=1-8 job.sh @sweep.txt`, each task takes its own line of sweep.txt. What all
-# of them get comes after @sweep.txt, --synthetic, too.
+# of them get comes after @sweep.txt.
 if [[ ${1:-} == @* ]]; then
     line=$(sed -n "${SLURM_ARRAY_TASK_ID:?give --array}p" "${1#@}")
     [ -n "$line" ] || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID"
@@ -126,6 +129,10 @@ elif [ "${SLURM_ARRAY_TASK_ID:-}" ]; then
     # Each task has a seed of its own, unless the arguments name one.
     set -- --seed="$SLURM_ARRAY_TASK_ID" "$@"
 fi
+
+[[ " $* " != *" --synthetic "* ]] || IMAGENET_DIR=""
+[ -z "$IMAGENET_DIR" ] || on_each_node uv run --no-sync python prepare_data.py
+
 # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
 # PYTHONFAULTHANDLER: a crash prints where Python was.
