@@ -33,15 +33,8 @@ fail() {
     sleep 1
     exit 1
 }
-wait_for_controller() {
-    until scontrol ping > /dev/null; do
-        echo "job.sh: waiting for Slurm's controller" >&2
-        sleep 20
-    done
-}
 echo "Job ${SLURM_JOB_ID:?use sbatch} on $SLURM_JOB_NODELIST, $(date)," \
     "requeued ${SLURM_RESTART_COUNT:-0} times"
-wait_for_controller
 forget_other_jobs
 
 # Run a command once on each node, with all the CPUs that the job has there.
@@ -57,15 +50,17 @@ export GOT_FURTHER=$SLURM_TMPDIR/$SLURM_JOB_ID.got_further
 rm -f "$GOT_FURTHER"
 
 # The one rule: a job that has not finished is requeued if it got further since it started,
-# or if Slurm preempted it. Else it fails. Only if Slurm itself ends the job, by scancel or
-# at the time limit, Slurm decides. One task of an array is 7_3.
+# or if Slurm preempted it. Else it fails. One task of an array is 7_3.
 this_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 finish() {
     status=$?
-    # Slurm ends this job. Nothing is removed: ranks may still be saving.
+    # Slurm ends this job, and decides. Nothing is removed: ranks may still be saving.
     [ -z "${ended_by_slurm:-}" ] || exit "$status"
     [ ! -e "$GOT_FURTHER" ] || got_further=yes
-    wait_for_controller
+    until scontrol ping > /dev/null; do
+        echo "job.sh: waiting for Slurm's controller" >&2
+        sleep 20
+    done
     if [[ $SLURM_TMPDIR == /tmp/slurm-job-* ]]; then
         # A controller that has just come back takes some seconds to find its nodes.
         for _ in 1 2 3; do
@@ -129,7 +124,6 @@ elif [ "${SLURM_ARRAY_TASK_ID:-}" ]; then
     # Each task has a seed of its own, unless the arguments name one.
     set -- --seed="$SLURM_ARRAY_TASK_ID" "$@"
 fi
-
 [[ " $* " != *" --synthetic "* ]] || IMAGENET_DIR=""
 [ -z "$IMAGENET_DIR" ] || on_each_node uv run --no-sync python prepare_data.py
 
