@@ -105,8 +105,8 @@ class Checkpoints:
         if accuracy <= run.best_accuracy:
             return
         path = self.folder / "best.pt"
-        do_on_rank_0(f"cannot write {path}", write, run.state_dict(), path)
         run.best_accuracy = accuracy
+        do_on_rank_0(f"cannot write {path}", write, run.state_dict(), path)
 
     def _paths(self) -> list[Path]:
         """Return the checkpoints, the newest one first."""
@@ -205,7 +205,7 @@ def write(state: dict, path: Path) -> None:
             # The name must not reach the disk before the content.
             os.fsync(file.fileno())
         partial.rename(path)
-    except OSError:  # such as a full disk, which needs the room
+    except OSError:  # such as a full disk: this makes room on it
         partial.unlink(missing_ok=True)
         raise
 
@@ -223,7 +223,7 @@ def read(path: Path) -> dict:
         content.seek(0)
         # With weights_only, no code in the file is run.
         return torch.load(content, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a torn file makes of itself
+    except Exception as error:  # a damaged file may raise anything
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise MemoryError from error
         reason = str(error).split("\n")[0]
@@ -326,7 +326,7 @@ def requeues_to_go(samples: int, rate: float) -> str:
 
 
 def settle_buckets(model: nn.parallel.DistributedDataParallel, image_size: int) -> None:
-    """Let DDP sort its buckets, as after its first backward(), before the first step.
+    """Run backward() once: so DDP sorts its buckets before the first step.
 
     Their order decides how sums are rounded: a run that was stopped would otherwise
     end with other weights.

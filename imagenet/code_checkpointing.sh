@@ -8,8 +8,8 @@ unset UV_PROJECT_ENVIRONMENT VIRTUAL_ENV # the copy gets an environment of its o
 export code=$SLURM_TMPDIR/code-$SLURM_JOB_ID
 code_folder=$code/$(git rev-parse --show-prefix)
 export code_folder
-# Relative paths are those of the folder of the submission. Checkpoints go below WORK_DIR,
-# unless there is a $SCRATCH.
+# Checkpoints go below WORK_DIR, unless there is a $SCRATCH. They and IMAGENET_DIR stay where
+# they are; other relative paths, as of @sweep.txt and --data-dir, are those of the copy.
 export WORK_DIR=$PWD
 IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -ms "$IMAGENET_DIR")}
 

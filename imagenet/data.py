@@ -63,7 +63,7 @@ class Images:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A checksum, the same however the images are staged.
+        """A checksum, the same however the images are staged, if not resized.
 
         It is of all names and labels, and of a hundred images: more would take long.
         """
@@ -88,9 +88,8 @@ class Images:
         try:
             return decode(self.read_bytes(i))
         except (OSError, RuntimeError, zlib.error) as error:
-            host = socket.gethostname()
             raise BadImage(
-                f"cannot decode image {self.name(i)} on {host}: {error}"
+                f"cannot decode image {self.name(i)} on {socket.gethostname()}: {error}"
             ) from None
 
     def read_bytes(self, i: int) -> Tensor:
@@ -247,7 +246,7 @@ def build_loader(data_set: Augmented, workers: int) -> DataLoader:
 
 
 def ignore_signals(worker: int) -> None:
-    """Leave Slurm's signals to the rank: it would die of its worker's death."""
+    """Leave Slurm's signals to the rank. If a worker dies, its rank does, too."""
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 

@@ -37,7 +37,7 @@ echo "Job ${SLURM_JOB_ID:?use sbatch} on $SLURM_JOB_NODELIST, $(date)," \
     "requeued ${SLURM_RESTART_COUNT:-0} times"
 forget_other_jobs
 
-# With all the CPUs that the job has there.
+# Run a command once on each node, with all the CPUs that the job has there.
 on_each_node() {
     env -u SLURM_CPUS_PER_TASK srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
         --cpu-bind=none --kill-on-bad-exit=1 "$@"
@@ -54,7 +54,7 @@ rm -f "$GOT_FURTHER"
 this_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 finish() {
     status=$?
-    # Slurm ends this job, and it decides about a requeue. Ranks may still be saving.
+    # Slurm ends this job, and decides. Nothing is removed: ranks may still be saving.
     [ -z "${ended_by_slurm:-}" ] || exit "$status"
     [ ! -e "$GOT_FURTHER" ] || got_further=yes
     until scontrol ping > /dev/null; do
@@ -66,7 +66,7 @@ finish() {
         for _ in 1 2 3; do
             on_each_node --overlap --immediate=10 rm -rf "$SLURM_TMPDIR" && break
         done
-        rm -rf "$SLURM_TMPDIR"
+        rm -rf "$SLURM_TMPDIR" || true
     fi
     if [ "$status" = 0 ]; then
         # Slurm 24.11 would start a finished job again if it was preempted once.
@@ -110,11 +110,9 @@ else
     # Once, here: tasks that all do this at the same time get in each other's way.
     uv sync --locked --inexact --quiet
 fi
-[[ " $* " != *" --synthetic "* ]] || IMAGENET_DIR=""
-[ -z "$IMAGENET_DIR" ] || on_each_node uv run --no-sync python prepare_data.py
 
 # With `--array=1-8 job.sh @sweep.txt`, each task takes its own line of sweep.txt. What all
-# of them get comes after @sweep.txt, --synthetic, too.
+# of them get comes after @sweep.txt.
 if [[ ${1:-} == @* ]]; then
     line=$(sed -n "${SLURM_ARRAY_TASK_ID:?give --array}p" "${1#@}")
     [ -n "$line" ] || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID"
@@ -126,6 +124,9 @@ elif [ "${SLURM_ARRAY_TASK_ID:-}" ]; then
     # Each task has a seed of its own, unless the arguments name one.
     set -- --seed="$SLURM_ARRAY_TASK_ID" "$@"
 fi
+[[ " $* " != *" --synthetic "* ]] || IMAGENET_DIR=""
+[ -z "$IMAGENET_DIR" ] || on_each_node uv run --no-sync python prepare_data.py
+
 # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
 # PYTHONFAULTHANDLER: a crash prints where Python was.

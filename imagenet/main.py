@@ -289,7 +289,7 @@ def train(
     if dist.get_rank() == 0:  # which counts what was done before this start
         metrics += run.metrics.to(device)
     optimizer, scheduler = run.optimizer, run.scheduler
-    # Not before the first step: so even a start that is stopped at once gets further.
+    # First after one step: so even a start that must stop at once gets further.
     next_agreement = run.step + 1
     for images, labels in batches:
         if run.step == next_agreement:

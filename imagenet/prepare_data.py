@@ -181,7 +181,8 @@ def extract(source: Source, folder: Path, side: int | None) -> list[Member]:
         os.makedirs(folder / class_folder, exist_ok=True)
 
     def write(name: str, data: bytes) -> None:
-        with open(f"{folder}/{name}", "wb") as file:
+        # Refuse two images of one name, as of cat/1.jpg in two folders.
+        with open(f"{folder}/{name}", "xb") as file:
             file.write(data)
 
     return convert(source, images, side, write)
@@ -279,7 +280,7 @@ def run(done: str, function: Callable, parts: list[tuple]) -> list[Member]:
 def remove_abandoned() -> None:
     """Remove the folders that job.sh has made in /tmp for ended jobs of this user.
 
-    Where Slurm ends a job, as in a preemption, it cannot: 150 GB would stay.
+    If Slurm ends the job, as in a preemption, job.sh cannot: 150 GB would stay.
     """
     if "SLURM_JOB_ID" not in os.environ:
         return

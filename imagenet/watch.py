@@ -87,8 +87,9 @@ class HangWatch:
 
     A rank hangs when its main thread has not called `tick` for `timeout` seconds,
     unless what it does may be slow. Then a thread of this class says what that rank is
-    doing. Of a rank that is stopped, or gone, the threads of the others say so: its
-    thread does not come to their barrier.
+    doing. If a rank is stopped or gone, the threads of the others say so, because its
+    thread does not come to their barrier. They wait there for a part of `timeout`: so
+    they name it before any rank ends.
     """
 
     def __init__(self, timeout: float):
@@ -231,9 +232,9 @@ class TensorBoard:
 
         self.writer = SummaryWriter(
             str(folder / "tensorboard"),
-            # Of what was written before the run was stopped, TensorBoard drops these
-            # steps and later ones. The run logs them once more.
-            purge_step=steps_done,
+            # TensorBoard drops what an earlier start has logged of these steps:
+            # they are done, and logged, once more.
+            purge_step=steps_done + 1,
             max_queue=0,  # no limit
             flush_secs=1,
         )

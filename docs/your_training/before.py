@@ -1,4 +1,4 @@
-"""A training as many are, with a DataLoader."""
+"""A typical training script, with a DataLoader."""
 
 import torch
 from torch import nn

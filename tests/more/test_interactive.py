@@ -148,7 +148,7 @@ def test_terminal_of_an_editor(user, tmp_path):
         assert (
             "World size 2: " in result.output and "Weights SHA-256 " in result.output
         ), result
-        assert (tmp_path / "first-try" / "best.pt").exists()
+        assert (tmp_path / "checkpoints" / "first-try" / "best.pt").exists()
     finally:
         on_each = [
             "srun",
