@@ -152,7 +152,7 @@ def files(*places: tuple) -> list[str]:
 
 @contextmanager
 def mounted(folder: Path, options: str):
-    """Mount a file system in memory on a folder."""
+    """Mount a file system in memory on a folder, and give the folder."""
     if os.geteuid() != 0:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("mounting needs root")
     folder.mkdir(exist_ok=True)
@@ -160,7 +160,7 @@ def mounted(folder: Path, options: str):
         ["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True, timeout=20
     )
     try:
-        yield
+        yield folder
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True, timeout=20)
 
