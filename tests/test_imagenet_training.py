@@ -310,36 +310,11 @@ def test_evaluation_does_not_depend_on_the_ranks(undisturbed, tmp_path):
     assert WEIGHTS_LINE.findall(again) == WEIGHTS_LINE.findall(right)
 
 
-def test_other_numbers_of_ranks(tmp_path):
-    """2 ranks, then 3, then 1: the same steps of 4 samples, and plain code's weights.
-
-    5 ranks are too many for such steps: all of them end with one line.
-    """
-    # A model without BatchNorm and dropout, whose steps
-    # do not depend on how a batch is shared.
-    arguments = [*DUMMY, *PLAIN, "--batch-size=1", "--accumulate=2", "--save-steps=2"]
-    stop(tmp_path, 2, arguments, signal.SIGUSR1, 1, 2)
-    stop(tmp_path, 3, arguments, signal.SIGUSR1, 2, 2)
-    refused = run_to_its_end(tmp_path, 5, *arguments, status=1).text()
-    said = "main.py: error: a step has 4 samples: start fewer ranks"
-    assert errors(refused) == [said]
-    last = run_to_its_end(tmp_path, 1, *arguments).newest()
-    logs = "".join(path.read_text() for path in sorted(tmp_path.glob("*.log")))
-    assert re.findall("^World size (.*), of 67;", logs, re.MULTILINE) == [
-        "2: 16 steps an epoch, 2 x 2 samples each",
-        "3: 16 steps an epoch, 3 x 1.333 samples each",
-        "1: 16 steps an epoch, 1 x 4 samples each",
-    ]
-    found = torch.load(last, weights_only=True)
-    assert found["metrics"][2] == 64  # samples
-    torch.testing.assert_close(found["model"], train_in_plain_code(), atol=1e-5, rtol=0)
-
-
 PLAIN = ["--epochs=3", "--learning-rate=3"]
 
 
 def train_in_plain_code() -> dict[str, torch.Tensor]:
-    """Take the same steps; return the weights.
+    """Take the steps of a run with PLAIN, of 4 samples each; return the weights.
 
     The loss is the mean over a global batch, labels smoothed. The rate rises for 8 of
     90 epochs to --learning-rate per 256 samples, then falls. The bias does not decay.
@@ -367,6 +342,31 @@ def train_in_plain_code() -> dict[str, torch.Tensor]:
             optimizer.step()
             scheduler.step()
     return model.state_dict()
+
+
+def test_other_numbers_of_ranks(tmp_path):
+    """2 ranks, then 3, then 1: the same steps of 4 samples, and plain code's weights.
+
+    5 ranks are too many for such steps: all of them end with one line.
+    """
+    # A model without BatchNorm and dropout, whose steps
+    # do not depend on how a batch is shared.
+    arguments = [*DUMMY, *PLAIN, "--batch-size=1", "--accumulate=2", "--save-steps=2"]
+    stop(tmp_path, 2, arguments, signal.SIGUSR1, 1, 2)
+    stop(tmp_path, 3, arguments, signal.SIGUSR1, 2, 2)
+    refused = run_to_its_end(tmp_path, 5, *arguments, status=1).text()
+    said = "main.py: error: a step has 4 samples: start fewer ranks"
+    assert errors(refused) == [said]
+    last = run_to_its_end(tmp_path, 1, *arguments).newest()
+    logs = "".join(path.read_text() for path in sorted(tmp_path.glob("*.log")))
+    assert re.findall("^World size (.*), of 67;", logs, re.MULTILINE) == [
+        "2: 16 steps an epoch, 2 x 2 samples each",
+        "3: 16 steps an epoch, 3 x 1.333 samples each",
+        "1: 16 steps an epoch, 1 x 4 samples each",
+    ]
+    found = torch.load(last, weights_only=True)
+    assert found["metrics"][2] == 64  # samples
+    torch.testing.assert_close(found["model"], train_in_plain_code(), atol=1e-5, rtol=0)
 
 
 # A run that cannot go on
