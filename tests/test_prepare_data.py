@@ -298,15 +298,13 @@ def test_nothing_there(damaged, tmp_path, data_dir):
         Images(empty, "train")
 
 
-@pytest.mark.parametrize(
-    "name, how", [(TRAIN, "cut"), (VAL, "cut"), (DEVKIT, "damaged: ")]
-)
-def test_cut_archive(damaged, data_dir, name, how):
+@pytest.mark.parametrize("name", [TRAIN, VAL, DEVKIT])
+def test_cut_archive(damaged, data_dir, name):
     content = (damaged / name).read_bytes()
     middle = len(content) * 2 // 3
     for keep in (middle, middle // 512 * 512):
         (damaged / name).write_bytes(content[:keep])
-        refused(damaged, data_dir, f"{name}.* is {how}")
+        refused(damaged, data_dir, f"{name}.* is .*damaged")
 
 
 def test_damaged_between_images(damaged, data_dir):
