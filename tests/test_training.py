@@ -4,7 +4,6 @@ The shipped main.py files run as they are: every rank is a process of its own, i
 process group (gloo) on this machine's CPU. Only the model and the images are small.
 """
 
-import argparse
 import collections
 import contextlib
 import functools
@@ -17,14 +16,13 @@ import socket
 import sys
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from test_checkpoint import REPOSITORY, run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 EXAMPLES = ("single_gpu", "multi_gpu", "multi_node")
@@ -35,6 +33,10 @@ DISTRIBUTED = ("multi_gpu", "multi_node")
 SAMPLES = 103
 GLOBAL_BATCH_SIZE = 12
 STEPS = 8
+
+# What main() trains with: no number of ranks divides its 1037 samples, either.
+MAIN_BATCH_SIZE = 192
+MAIN_STEPS = 2 * 5
 
 # The published mean and standard deviation of CIFAR-10's colours, on a scale of 0 to 1.
 MEAN = torch.tensor([0.4914, 0.4822, 0.4465], dtype=torch.float64).view(3, 1, 1)
@@ -58,32 +60,28 @@ def load_example(name: str) -> ModuleType:
 
 def run_example(example: str, world_size: int, work, *args) -> list:
     """Return what `work(main, *args)` returned on each rank, in their order."""
-    return run_ranks(world_size, work_on_rank, example, work, args)
-
-
-def work_on_rank(example: str, work, args: tuple):
-    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
     with socket.create_server(("127.0.0.1", 0)) as server:
-        ports = [server.getsockname()[1]]
-    dist.broadcast_object_list(ports)
+        port = str(server.getsockname()[1])
+    return run_ranks(world_size, work_on_rank, example, port, work, args)
+
+
+def work_on_rank(example: str, port: str, work, args: tuple):
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
     outside = ("SLURM_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
     for name in [name for name in os.environ if name.startswith(outside)]:
         del os.environ[name]
     # What srun would tell this rank.
     os.environ |= {
         "CUDA_VISIBLE_DEVICES": "",
-        "MASTER_PORT": str(ports[0]),
+        "MASTER_PORT": port,
         "SLURM_STEP_NUM_TASKS": world_size,
         "SLURM_NTASKS": world_size,
         "SLURM_PROCID": rank,
         "SLURM_LOCALID": rank,
     }
-    main = load_example(example)
-    if example == "single_gpu" or work is not observe:
+    if work is not observe:
         dist.destroy_process_group()  # main() joins it by itself
-    else:
-        main.set_ranks()
-    return work(main, *args)
+    return work(load_example(example), *args)
 
 
 # Models and images
@@ -122,42 +120,10 @@ class ExactModel(nn.Sequential):
         )
 
     def forward(self, images: Tensor) -> Tensor:
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        assert images.abs().max() < 3  # normalised
         with torch.autocast(images.device.type, enabled=False):
             return super().forward(images)
-
-
-class RecordingModel(nn.Module):
-    """Keeps every batch it is given; knows the class of `draw_marked`'s images."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(10))
-        self.batches = []
-
-    def forward(self, images: Tensor) -> Tensor:
-        assert images.dtype == torch.float32
-        assert images.is_contiguous(memory_format=torch.channels_last)
-        self.batches.append(images.clone())
-        return 9.0 * F.one_hot(read_samples(images) % 10, 10) + self.weight
-
-
-def draw_marked(main: ModuleType):
-    """Return images that tell of each pixel where it is from.
-
-    Red is 1 + the sample's number, green 1 + the row, and blue 1 + the column.
-    """
-    sample, line = torch.arange(SAMPLES), torch.arange(32)
-    images = torch.empty(SAMPLES, 3, 32, 32, dtype=torch.uint8)
-    images[:, 0] = 1 + sample[:, None, None]
-    images[:, 1] = 1 + line[:, None]
-    images[:, 2] = 1 + line
-    return main.Split(images, sample % 10)
-
-
-def read_samples(images: Tensor) -> Tensor:
-    """Return which samples these images, augmented from `draw_marked`'s, are."""
-    pixels = (255 * (images.double() * STD + MEAN)).round()
-    return pixels[:, 0].amax(dim=(1, 2)).long() - 1
 
 
 def cut_synthetic(main: ModuleType, samples: int):
@@ -170,12 +136,16 @@ def cut_synthetic(main: ModuleType, samples: int):
 
 
 def observe(main: ModuleType) -> dict:
-    """Return what a rank is fed, learns and measures."""
+    """Return what a rank measures, and is fed in the third epoch if the seed is 5."""
+    torch.manual_seed(0)
+    model, data = NormModel(), cut_synthetic(main, SAMPLES)
+    batches = list(main.evaluation_batches(data, 16))
+    sizes = {len(images) for images, _ in batches}
+    metrics = main.average(main.evaluate(model, batches), SAMPLES)
+    train_set = main.Split(main.view_crops(data.images), data.labels)
     return {
-        "evaluation": evaluate(main),
-        "fed": train(main, RecordingModel, draw_marked(main), 0.2),
-        "exact": train(main, ExactModel, cut_synthetic(main, SAMPLES), 10.0),
-        "norm": train(main, NormModel, cut_synthetic(main, SAMPLES), 1.0),
+        "evaluation": (*metrics, sizes),
+        "fed": list(main.training_batches(train_set, GLOBAL_BATCH_SIZE, 5, 3)),
     }
 
 
@@ -186,39 +156,6 @@ def observed(example: str, world_size: int) -> list[dict]:
 
 def alone() -> dict:
     return observed("single_gpu", 1)[0]
-
-
-def evaluate(main: ModuleType) -> tuple[float, float, set[int]]:
-    torch.manual_seed(0)
-    model = NormModel()
-    batches = list(main.evaluation_batches(cut_synthetic(main, SAMPLES), 16))
-    metrics = main.evaluate(model, batches)
-    sizes = {len(images) for images, _ in batches}
-    return *main.average(metrics, SAMPLES), sizes
-
-
-def train(main: ModuleType, build, data, learning_rate: float) -> dict:
-    """Train as main() does, for the third epoch of a run whose seed is 5."""
-    torch.manual_seed(0)
-    model = build()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    args = argparse.Namespace(learning_rate=learning_rate, weight_decay=5e-4, epochs=1)
-    optimizer, scheduler = main.build_optimizer(model, args, GLOBAL_BATCH_SIZE, STEPS)
-    ddp_model = model
-    if dist.is_initialized():
-        ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        ddp_model.broadcast_buffers = False
-    train_set = main.Split(main.view_crops(data.images), data.labels)
-    batches = main.training_batches(train_set, GLOBAL_BATCH_SIZE, 5, 3)
-    bar = main.progress(3, STEPS)
-    metrics = main.train(ddp_model, optimizer, scheduler, batches, bar)
-    return {
-        "batches": getattr(model, "batches", []),
-        "metrics": main.average(metrics, STEPS * GLOBAL_BATCH_SIZE),
-        "before": before,
-        "after": model.state_dict(),
-        "last rate": optimizer.param_groups[0]["lr"],
-    }
 
 
 on_several_ranks = pytest.mark.parametrize(
@@ -248,14 +185,12 @@ def test_evaluation_is_what_plain_code_computes():
     torch.manual_seed(0)
     model = NormModel().eval()
     data = cut_synthetic(load_example("single_gpu"), SAMPLES)
-    losses, correct = [], 0
-    for image, label in zip(data.images, data.labels, strict=True):
-        with torch.no_grad():
-            logits = model(((image / 255 - MEAN) / STD).float()[None])[0].double()
-        losses.append(torch.logsumexp(logits, 0) - logits[label])
-        correct += int(logits.argmax() == label)
+    with torch.no_grad():
+        logits = model(((data.images / 255 - MEAN) / STD).float()).double()
+    right_loss = F.cross_entropy(logits, data.labels).item()
+    correct = (logits.argmax(dim=1) == data.labels).sum().item()
     loss, accuracy, sizes = alone()["evaluation"]
-    assert loss == pytest.approx(float(sum(losses)) / SAMPLES, abs=1e-6)
+    assert loss == pytest.approx(right_loss, abs=1e-6)
     assert accuracy == pytest.approx(correct / SAMPLES)
     assert sizes == {16}
 
@@ -263,68 +198,52 @@ def test_evaluation_is_what_plain_code_computes():
 # What the model is fed
 
 
+def list_pairs(batch) -> list[tuple[bytes, int]]:
+    """Return the images of a batch, each with its class."""
+    pairs = zip(*batch, strict=True)
+    return [(image.numpy().tobytes(), label.item()) for image, label in pairs]
+
+
 @on_several_ranks
 def test_ranks_share_every_global_batch(example, world_size):
     """Any number of GPUs trains on the same augmented images, in the same steps."""
-    right = alone()["fed"]
     ranks = [rank["fed"] for rank in observed(example, world_size)]
-    steps = zip(right["batches"], *(rank["batches"] for rank in ranks), strict=True)
-    for whole, *shares in steps:
-        sizes = [len(share) for share in shares]
+    for whole, *shares in zip(alone()["fed"], *ranks, strict=True):
+        sizes = [len(labels) for _, labels in shares]
         assert sizes == [GLOBAL_BATCH_SIZE // world_size] * world_size
-        # An image's marks tell its sample, crop and flip: equal ones are equal draws.
-        images = sorted(image.numpy().tobytes() for image in torch.cat(shares))
-        assert images == sorted(image.numpy().tobytes() for image in whole)
-    for rank in ranks:
-        assert rank["metrics"] == pytest.approx(right["metrics"], abs=1e-6)
+        found = itertools.chain(*map(list_pairs, shares))
+        assert sorted(found) == sorted(list_pairs(whole))
 
 
-def test_an_epoch_has_every_sample_once():
-    """No sample is trained on twice in an epoch.
+def test_an_epoch_is_what_plain_code_makes():
+    """Every sample comes once, padded with 4 zeros, flipped, cut where drawn.
 
     Only the last, incomplete global batch is left out.
     """
-    fed = alone()["fed"]
-    assert [len(batch) for batch in fed["batches"]] == [GLOBAL_BATCH_SIZE] * STEPS
-    samples = read_samples(torch.cat(fed["batches"])).tolist()
-    assert len(set(samples)) == STEPS * GLOBAL_BATCH_SIZE
-    # The model knows every image's class, so that it is always right
-    # if images and labels stay together.
-    assert fed["metrics"][1] == 1
-
-
-def test_crop_and_flip_are_what_plain_code_makes():
-    """A training image is padded with 4 zeros, flipped, cut where drawn, normalised."""
     main = load_example("single_gpu")
-    images = draw_marked(main).images
+    data = cut_synthetic(main, SAMPLES)
     order, top, left, flip = main.draw_epoch(SAMPLES, 5, 3)
+    fed = alone()["fed"]
+    assert [len(labels) for _, labels in fed] == [GLOBAL_BATCH_SIZE] * STEPS
+    images, labels = map(torch.cat, zip(*fed, strict=True))
     used = order[: STEPS * GLOBAL_BATCH_SIZE].tolist()
-    found = torch.cat(alone()["fed"]["batches"])
-    for sample, image in zip(used, found, strict=True):
-        padded = np.zeros((3, 40, 40))
-        padded[:, 4:36, 4:36] = images[sample]
-        expected = np.empty((3, 32, 32))
-        for row in range(32):
-            for column in range(32):
-                source = left[sample] + column
-                source = 39 - source if flip[sample] else source
-                expected[:, row, column] = padded[:, top[sample] + row, source]
-        expected = (torch.from_numpy(expected) / 255 - MEAN) / STD
-        torch.testing.assert_close(image.double(), expected, atol=1e-5, rtol=0)
+    for sample, image, label in zip(used, images, labels, strict=True):
+        padded = F.pad(data.images[sample], (4, 4, 4, 4))
+        if flip[sample]:
+            padded = padded.flip(2)
+        y, x = top[sample], left[sample]
+        assert torch.equal(image, padded[:, y : y + 32, x : x + 32])
+        assert label == data.labels[sample]
 
 
 def test_draw_epoch():
-    """Every epoch and every seed has its own draws, the same ones in every run.
+    """Every epoch and every seed has its own draws, of every sample and crop.
 
     Two epochs in a row show each image once as it is and once mirrored.
     """
     draw_epoch = load_example("single_gpu").draw_epoch
     pairs = [(0, 1), (0, 2), (1, 0), (1, 1), (2, 1)]
-    draws, again = (
-        [[part.tolist() for part in draw_epoch(1000, *pair)] for pair in pairs]
-        for _ in range(2)
-    )
-    assert draws == again
+    draws = [[part.tolist() for part in draw_epoch(1000, *pair)] for pair in pairs]
     for order, top, left, _ in draws:
         assert sorted(order) == list(range(1000))
         assert set(top) == set(left) == set(range(9))
@@ -334,99 +253,71 @@ def test_draw_epoch():
     assert {flip + next_flip for flip, next_flip in flips} == {1}
 
 
-# What the ranks learn
+# main()
+
+
+def run_main(main: ModuleType, batch_size: int, build, *more: str) -> dict:
+    """Call main() with a small model, as a step's task.
+
+    Return the model's state, the learning rate of each step, and what was printed.
+    """
+    sys.argv = ["main.py", "--synthetic", f"--batch-size={batch_size}", "--epochs=2"]
+    sys.argv += ["--learning-rate=1", "--seed=3", *more]
+    model, rates = build(), []
+    main.build_model = lambda: model
+    register_optimizer_step_pre_hook(
+        lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        main.main()
+    return {"state": model.state_dict(), "rates": rates, "output": output.getvalue()}
+
+
+@functools.cache
+def main_on(example: str, world_size: int, build=ExactModel) -> list[dict]:
+    """Return what each rank's main() does with its share of every global batch."""
+    share = MAIN_BATCH_SIZE // world_size
+    return run_example(example, world_size, run_main, share, build)
+
+
+def read_numbers(output: str) -> list[float]:
+    """Return the losses and accuracies: four an epoch, and two of the test."""
+    found = re.findall(r"(?<=loss )[\d.]+|[\d.]+(?=%)", output)
+    assert len(found) == 10, output
+    return [float(number) for number in found]
+
+
+@on_several_ranks
+def test_main_does_not_depend_on_the_ranks(example, world_size):
+    """GPUs that share a batch learn and print what one does, and print it only once."""
+    (right,) = main_on("single_gpu", 1)
+    first, *others = main_on(example, world_size)
+    # Seen: 1e-6. Gradients summed, not averaged: 0.7. Without DDP: 0.13.
+    torch.testing.assert_close(first["state"], right["state"], atol=1e-4, rtol=0)
+    numbers = read_numbers(first["output"])
+    assert numbers == pytest.approx(read_numbers(right["output"]), abs=0.002)
+    assert not any(other["output"] for other in others)
 
 
 @on_several_ranks
 def test_ranks_agree_after_training(example, world_size):
-    """After an epoch all ranks have the same parameters and statistics, bit for bit."""
-    first, *others = (rank["norm"] for rank in observed(example, world_size))
-    assert first["after"]["1.num_batches_tracked"] == STEPS
-    for name, value in first["after"].items():
-        assert not torch.equal(value, first["before"][name]), f"{name} is not trained"
-        for other in others:
-            assert torch.equal(other["after"][name], value), f"{name} differs"
-
-
-@on_several_ranks
-def test_ranks_take_the_steps_of_one(example, world_size):
-    """BatchNorm aside, GPUs that share a batch learn what one learns from it."""
-    to_vector = nn.utils.parameters_to_vector
-    before = to_vector(alone()["exact"]["before"].values())
-    right = to_vector(alone()["exact"]["after"].values())
-    for rank in observed(example, world_size):
-        found = to_vector(rank["exact"]["after"].values())
-        # Of how far it went. With gradients summed, not averaged: 0.9.
-        # Without DDP, or on equal shares: 0.7.
-        assert (found - right).norm() < 1e-4 * (right - before).norm()
+    """All have the same parameters and statistics of BatchNorm, bit for bit."""
+    first, *others = main_on(example, world_size, NormModel)
+    assert first["state"]["1.num_batches_tracked"] == MAIN_STEPS
+    for other in others:
+        torch.testing.assert_close(other["state"], first["state"], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_learning_rate(example):
     """The rate peaks at --learning-rate per 256 samples, and is lowest in the end."""
-    main = load_example(example)
-    args = argparse.Namespace(learning_rate=0.4, weight_decay=0, epochs=4)
-    optimizer, scheduler = main.build_optimizer(nn.Linear(1, 1), args, 32, 5)
-    rates, peak = [], 0.4 * 32 / 256
-    for _ in range(20):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
+    rates = main_on(example, 2 if example in DISTRIBUTED else 1)[0]["rates"]
+    peak = MAIN_BATCH_SIZE / 256
+    assert len(rates) == MAIN_STEPS
     # OneCycleLR rises for 0.23 of the steps, and then falls from between two.
-    assert 0.99 * peak < max(rates) <= peak
-    assert rates.index(max(rates)) == 4
-    assert rates[0] == pytest.approx(peak / 25)
-    assert rates[-1] == pytest.approx(peak / 25 / 1e4)
-    # train() moves the schedule on.
-    for rank in observed(example, 2 if example in DISTRIBUTED else 1):
-        first = 10 * GLOBAL_BATCH_SIZE / 256 / 25
-        assert rank["exact"]["last rate"] > 1.2 * first
-
-
-# main()
-
-
-def run_main(main: ModuleType, batch_size: int, *more: str, build=None) -> dict:
-    """Call main() with a small model, as a step's task; return parameters and lines."""
-    sys.argv = ["main.py", "--synthetic", f"--batch-size={batch_size}", "--epochs=2"]
-    sys.argv += ["--learning-rate=1", "--seed=3", *more]
-    models = []
-    main.build_model = lambda: models.append((build or ExactModel)()) or models[0]
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        main.main()
-    return {
-        "parameters": torch.cat([p.detach().flatten() for p in models[0].parameters()]),
-        "lines": output.getvalue().splitlines(),
-    }
-
-
-@functools.cache
-def run_main_alone() -> dict:
-    return run_example("single_gpu", 1, run_main, 256)[0]
-
-
-@pytest.mark.parametrize("example", DISTRIBUTED)
-def test_main_on_two_ranks(example):
-    """Two tasks with half the batch size print what one GPU prints, and only once."""
-    first, second = run_example(example, 2, run_main, 128)
-    alone = run_main_alone()
-    assert torch.equal(first["parameters"], second["parameters"])
-    # Seen: 1e-6. Gradients summed, not averaged: 0.7. Without DDP: 0.13.
-    torch.testing.assert_close(
-        first["parameters"], alone["parameters"], atol=1e-4, rtol=0
-    )
-
-    assert first["lines"][-3].startswith("Epoch 1: ")
-    for line, alone_line in zip(first["lines"][-3:], alone["lines"][-3:], strict=True):
-        numbers, right = (
-            re.findall(r"(?<=loss )[\d.]+|[\d.]+(?=%)", text)
-            for text in (line, alone_line)
-        )
-        assert len(numbers) == (4 if line.startswith("Epoch") else 2)
-        assert [float(n) for n in numbers] == pytest.approx(
-            [float(n) for n in right], abs=0.002
-        )
-    assert not second["lines"]
+    assert rates.index(max(rates)) == 2
+    found = [rates[0], max(rates), rates[-1]]
+    assert found == pytest.approx([peak / 25, peak, peak / 25 / 1e4], rel=0.03)
 
 
 READING_FUNCTIONS = "item tolist numpy cpu __bool__ __float__ __int__ __array__".split()
@@ -454,7 +345,7 @@ def count_calls(main: ModuleType, batch_size: int) -> collections.Counter:
         torch.profiler.profile(activities=activities) as profile,
         CallCounter() as mode,
     ):
-        run_main(main, batch_size, "--epochs=1", build=NormModel)
+        run_main(main, batch_size, NormModel, "--epochs=1")
     operators = collections.Counter(event.name for event in profile.events())
     return collections.Counter(
         {n: c for n, c in operators.items() if n.startswith("c10d::")}
