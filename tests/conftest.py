@@ -1,7 +1,7 @@
 """Fixtures: a clone of the repository, small archives, and a real Slurm cluster."""
 
-import contextlib
 import ctypes
+import functools
 import multiprocessing
 import os
 import pickle
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import cluster as slurm
+import first_aid
 import numpy as np
 import pytest
 from drawn_imagenet import draw_imagenet
@@ -158,31 +159,16 @@ def archive(tmp_path_factory) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def start_cluster(pytestconfig, bind_tasks: bool):
-    """Start three nodes with four GPUs each, on this machine."""
+@pytest.fixture(scope="session")
+def start_cluster(pytestconfig):
+    """Start a cluster, with the Slurm of the options; skip where there is none."""
     if reason := slurm.missing_requirements():
         # Where the README's test command has installed everything,
         # nothing may be skipped.
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    read_end, write_end = os.pipe()
-    writer = os.fdopen(write_end, "wb")
-    # The cluster ends with this process alone.
-    os.register_at_fork(after_in_child=writer.close)
     generation = {name: pytestconfig.getoption(name) for name in ("slurm", "proctrack")}
     generation = {name: value for name, value in generation.items() if value}
-    running, supervisor = slurm.start(
-        nodes=3,
-        gpus=4,
-        cpus=64,
-        lifeline=read_end,
-        bind_tasks=bind_tasks,
-        **generation,
-    )
-    os.close(read_end)
-    yield running
-    writer.close()
-    supervisor.wait()
+    return functools.partial(first_aid.start_cluster, **generation)
 
 
 def start_jobs(cluster, clone, archive, logs: Path) -> Jobs:
@@ -193,9 +179,9 @@ def start_jobs(cluster, clone, archive, logs: Path) -> Jobs:
 
 
 @pytest.fixture(scope="session")
-def cluster(pytestconfig, clone):
+def cluster(start_cluster, clone):
     """Slurm binds no task to CPUs: the first one of every node would get the same."""
-    with start_cluster(pytestconfig, bind_tasks=False) as cluster:
+    with start_cluster() as cluster:
         yield cluster
 
 
@@ -205,9 +191,9 @@ def jobs(cluster, clone, archive, tmp_path_factory) -> Jobs:
 
 
 @pytest.fixture(scope="session")
-def binding_jobs(pytestconfig, clone, archive, tmp_path_factory):
+def binding_jobs(start_cluster, clone, archive, tmp_path_factory):
     """On a cluster that binds tasks to their CPUs, as most do, but for these jobs."""
-    with start_cluster(pytestconfig, bind_tasks=True) as cluster:
+    with start_cluster(bind_tasks=True) as cluster:
         jobs = start_jobs(cluster, clone, archive, tmp_path_factory.mktemp("logs"))
         jobs.env["SLURM_CPU_BIND"] = "none"
         yield jobs

@@ -14,6 +14,7 @@ from pathlib import Path
 import cluster as slurm
 import pytest
 
+pytestmark = pytest.mark.usefixtures("start_cluster")  # it says what is missing
 COMMAND = [sys.executable, slurm.__file__]
 # A test run with a cluster.
 OWNER = """
@@ -24,12 +25,6 @@ running, supervisor = cluster.start(nodes=1, gpus=1, cpus=2, lifeline=read_end)
 print(running.state, running.address("node1"), supervisor.pid, flush=True)
 time.sleep(1000)
 """
-
-
-@pytest.fixture(autouse=True)
-def requirements():
-    if reason := slurm.missing_requirements():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
 def traces(state: Path, address: str = "no.network") -> list[str]:
