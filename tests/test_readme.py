@@ -74,9 +74,23 @@ def test_the_ladder_counts_the_lines():
     assert rows == expected
 
 
-def test_readme_files_are_up_to_date():
-    command = [sys.executable, REPOSITORY / "docs" / "update_readmes.py", "--check"]
-    result = subprocess.run(command, capture_output=True, text=True)
+SCRIPTS = [*REPOSITORY.glob("*/job*.sh"), "imagenet/safe_sbatch"]
+SCRIPTS.append("imagenet/code_checkpointing.sh")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, "docs/update_readmes.py", "--check"],
+        ["ruff", "format", "--check"],
+        ["ruff", "check"],
+        ["shellcheck", *SCRIPTS],
+    ],
+    ids=["pages are up to date", "ruff format", "ruff check", "shellcheck"],
+)
+def test_check(command):
+    assert len(SCRIPTS) == 7
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -114,7 +128,7 @@ def test_the_page_shows_all_of_the_first_job_script():
 
 
 def test_a_marker_shows_a_block_or_is_refused(tmp_path):
-    """What it shows on the pages, test_readme_files_are_up_to_date knows."""
+    """Of what markers show on the pages, `update_readmes.py --check` knows."""
     old = "import os\n\n\n@cache\ndef run():\n    a\n    b\n"
     (tmp_path / "old.py").write_text(old)
     (tmp_path / "new.py").write_text(old.replace("a\n", "c\n"))
@@ -182,22 +196,3 @@ def test_the_test_command_is_the_one_that_ci_runs():
         re.M | re.S,
     )
     assert words(block[0]) in words((REPOSITORY / ".ci" / "run").read_text())
-
-
-@pytest.mark.parametrize("command", [["format", "--check"], ["check"]])
-def test_ruff(command):
-    result = subprocess.run(
-        ["ruff", *command, REPOSITORY], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stdout
-
-
-def test_shellcheck():
-    scripts = [
-        *REPOSITORY.glob("*/job*.sh"),
-        REPOSITORY / "imagenet" / "safe_sbatch",
-        REPOSITORY / "imagenet" / "code_checkpointing.sh",
-    ]
-    assert len(scripts) == 7
-    result = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
