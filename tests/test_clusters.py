@@ -106,10 +106,8 @@ def test_the_command_takes_uv_out_of_a_job_script(path):
     edited = subprocess.run(
         ["sed", command[1:-1], path], capture_output=True, text=True, check=True
     ).stdout
-    code = [line for line in edited.splitlines() if not line.strip().startswith("#")]
-    assert "uv" in path.read_text() and not [
-        line for line in code if re.search(r"\buv\b", line)
-    ]
+    in_code = re.compile(r"^[^#\n]*\buv\b", re.MULTILINE)
+    assert in_code.search(path.read_text()) and not in_code.search(edited)
     syntax = subprocess.run(
         ["bash", "-n"], input=edited, capture_output=True, text=True
     )
