@@ -17,7 +17,7 @@ TINY = {
     "imagenet_input": ("--samples 10 --batch-size 10 --workers 1", 8),
     "imagenet_training": (
         "--model shufflenet_v2_x0_5 --samples 10 --batch-size 10 --workers 1",
-        5,
+        4,
     ),
     "job_start": ("--tasks 1", 3),
     "saving": ("", 3),
