@@ -4,7 +4,6 @@ import ctypes
 import functools
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import cluster as slurm
 import first_aid
-import numpy as np
 import pytest
+from drawn_cifar10 import draw_cifar10
 from drawn_imagenet import draw_imagenet
 from slurm_jobs import (
     EPOCHS,
@@ -142,20 +141,10 @@ def clone(tmp_path_factory) -> Path:
 def archive(tmp_path_factory) -> Path:
     """A cifar-10-python.tar.gz in its publisher's layout, of a few random pictures."""
     folder = tmp_path_factory.mktemp("data sets")
-    rng = np.random.default_rng(0)
-    batches = {f"data_batch_{i}": (TRAINING + VALIDATION) // 5 for i in range(1, 6)} | {
-        "test_batch": TEST
-    }
-    (folder / "cifar-10-batches-py").mkdir()
-    for name, samples in batches.items():
-        data = rng.integers(256, size=(samples, 3072), dtype=np.uint8)
-        batch = {"data": data, "labels": rng.integers(10, size=samples).tolist()}
-        (folder / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(batch))
-    meta = {"label_names": [str(i) for i in range(10)]}
-    (folder / "cifar-10-batches-py" / "batches.meta").write_bytes(pickle.dumps(meta))
+    batches = draw_cifar10(folder, TRAINING + VALIDATION, TEST)
     path = folder / "cifar-10-python.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
-        tar.add(folder / "cifar-10-batches-py", "cifar-10-batches-py")
+        tar.add(batches, batches.name)
     return path
 
 

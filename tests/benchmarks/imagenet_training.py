@@ -9,7 +9,7 @@ images. `taskset --cpu-list 0-3` before it tells how far four cores reach.
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ from side_by_side import (
     distribute,
     load_example,
     parse_args,
-    read_items,
     take_turns,
+    train_as_usual,
     train_plainly,
 )
 
@@ -67,9 +67,7 @@ def main() -> None:
             ddp_model = distribute(model)
             # An epoch ends with a checkpoint. A turn is much shorter than an epoch, so
             # this one does not.
-            no_checkpoints = SimpleNamespace(
-                save=lambda run: None, saved_at=time.monotonic()
-            )
+            no_checkpoints = Mock(saved_at=time.monotonic())
 
             def turn() -> None:
                 batches = example.training_batches(loader, run, device)
@@ -86,10 +84,6 @@ def main() -> None:
 
             return turn
 
-        def usual() -> None:
-            batches = ([part.to(device) for part in pair] for pair in pil)
-            train_plainly(usual_model, usual_sgd, batches, False, read_items)
-
         pil = usual_loader(tree, args, pin_memory=device.type == "cuda")
         usual_model, usual_sgd, _ = make_model()
         images = torch.randn(args.batch_size, 3, 224, 224, device=device)
@@ -97,7 +91,9 @@ def main() -> None:
         labels = torch.randint(classes, (args.batch_size,), device=device)
         bare_model, bare_sgd, _ = make_model()
         variants = {
-            "ImageFolder, v2 on PIL, float32, .item()": usual,
+            "ImageFolder, v2 on PIL, float32, .item()": lambda: train_as_usual(
+                usual_model, usual_sgd, pil
+            ),
             "imagenet/main.py": shipped(staged_loader),
             "imagenet/main.py --synthetic": shipped(synthetic_loader),
             "forward, backward, step on one batch": lambda: train_plainly(
