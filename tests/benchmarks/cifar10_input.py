@@ -59,8 +59,7 @@ def main() -> None:
 
     def limit() -> None:
         metrics = torch.zeros(3, dtype=torch.float64)
-        order = torch.randperm(len(images))[: steps * args.batch_size]
-        chosen = order.view(steps, args.batch_size)
+        chosen = torch.randperm(len(images)).split(args.batch_size)[:steps]
         batches = ((example.normalize(images[i]), labels[i]) for i in chosen)
 
         def measure(logits, labels, loss) -> None:
