@@ -39,17 +39,16 @@ def traces(state: Path, address: str = "no.network") -> list[str]:
 
 
 def test_nodes_are_hosts_of_their_own(cluster):
+    """Jobs tell their host names, and meet on their network: other tests see that."""
+
     def on(node: str, command: str) -> str:
         full = [*cluster.namespaces(node), "sh", "-c", command]
         return subprocess.run(full, check=True, capture_output=True, text=True).stdout
 
-    assert [on(node, "hostname").strip() for node in cluster.nodes] == cluster.nodes
     on("node1", "echo mine > /tmp/test-cluster-file")
     assert on("node2", "ls -A /tmp") != on("node1", "ls -A /tmp")
     assert not Path("/tmp/test-cluster-file").exists()
     on("node1", "rm /tmp/test-cluster-file")
-    address = on("node1", "getent hosts node3").split()[0].removeprefix("::ffff:")
-    assert f"inet {address}/" in on("node3", "ip -4 -o address show eth0")
     assert "node1" not in Path("/etc/hosts").read_text()
     # A mount over that file alone would go when the machine replaces its own.
     assert on("node2", "findmnt -n -o TARGET -T /etc/hosts") == "/etc\n"
