@@ -1,10 +1,9 @@
 """Fixtures: a clone of the repository, small archives, and a real Slurm cluster."""
 
-import contextlib
 import ctypes
+import functools
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -14,8 +13,9 @@ import time
 from pathlib import Path
 
 import cluster as slurm
-import numpy as np
+import first_aid
 import pytest
+from drawn_cifar10 import draw_cifar10
 from drawn_imagenet import draw_imagenet
 from slurm_jobs import (
     EPOCHS,
@@ -141,48 +141,23 @@ def clone(tmp_path_factory) -> Path:
 def archive(tmp_path_factory) -> Path:
     """A cifar-10-python.tar.gz in its publisher's layout, of a few random pictures."""
     folder = tmp_path_factory.mktemp("data sets")
-    rng = np.random.default_rng(0)
-    batches = {f"data_batch_{i}": (TRAINING + VALIDATION) // 5 for i in range(1, 6)} | {
-        "test_batch": TEST
-    }
-    (folder / "cifar-10-batches-py").mkdir()
-    for name, samples in batches.items():
-        data = rng.integers(256, size=(samples, 3072), dtype=np.uint8)
-        batch = {"data": data, "labels": rng.integers(10, size=samples).tolist()}
-        (folder / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(batch))
-    meta = {"label_names": [str(i) for i in range(10)]}
-    (folder / "cifar-10-batches-py" / "batches.meta").write_bytes(pickle.dumps(meta))
+    batches = draw_cifar10(folder, TRAINING + VALIDATION, TEST)
     path = folder / "cifar-10-python.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
-        tar.add(folder / "cifar-10-batches-py", "cifar-10-batches-py")
+        tar.add(batches, batches.name)
     return path
 
 
-@contextlib.contextmanager
-def start_cluster(pytestconfig, bind_tasks: bool):
-    """Start three nodes with four GPUs each, on this machine."""
+@pytest.fixture(scope="session")
+def start_cluster(pytestconfig):
+    """Start a cluster, with the Slurm of the options; skip where there is none."""
     if reason := slurm.missing_requirements():
         # Where the README's test command has installed everything,
         # nothing may be skipped.
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    read_end, write_end = os.pipe()
-    writer = os.fdopen(write_end, "wb")
-    # The cluster ends with this process alone.
-    os.register_at_fork(after_in_child=writer.close)
     generation = {name: pytestconfig.getoption(name) for name in ("slurm", "proctrack")}
     generation = {name: value for name, value in generation.items() if value}
-    running, supervisor = slurm.start(
-        nodes=3,
-        gpus=4,
-        cpus=64,
-        lifeline=read_end,
-        bind_tasks=bind_tasks,
-        **generation,
-    )
-    os.close(read_end)
-    yield running
-    writer.close()
-    supervisor.wait()
+    return functools.partial(first_aid.start_cluster, **generation)
 
 
 def start_jobs(cluster, clone, archive, logs: Path) -> Jobs:
@@ -193,9 +168,9 @@ def start_jobs(cluster, clone, archive, logs: Path) -> Jobs:
 
 
 @pytest.fixture(scope="session")
-def cluster(pytestconfig, clone):
+def cluster(start_cluster, clone):
     """Slurm binds no task to CPUs: the first one of every node would get the same."""
-    with start_cluster(pytestconfig, bind_tasks=False) as cluster:
+    with start_cluster() as cluster:
         yield cluster
 
 
@@ -205,9 +180,9 @@ def jobs(cluster, clone, archive, tmp_path_factory) -> Jobs:
 
 
 @pytest.fixture(scope="session")
-def binding_jobs(pytestconfig, clone, archive, tmp_path_factory):
+def binding_jobs(start_cluster, clone, archive, tmp_path_factory):
     """On a cluster that binds tasks to their CPUs, as most do, but for these jobs."""
-    with start_cluster(pytestconfig, bind_tasks=True) as cluster:
+    with start_cluster(bind_tasks=True) as cluster:
         jobs = start_jobs(cluster, clone, archive, tmp_path_factory.mktemp("logs"))
         jobs.env["SLURM_CPU_BIND"] = "none"
         yield jobs

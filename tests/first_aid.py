@@ -160,6 +160,9 @@ def main() -> None:
 def start_cluster(nodes: int = 3, gpus: int = 4, **how):
     """Start a cluster that ends with this process, however that ends."""
     read_end, write_end = os.pipe()
+    writer = os.fdopen(write_end, "wb")
+    # What this process forks does not keep the cluster alive.
+    os.register_at_fork(after_in_child=writer.close)
     cluster, supervisor = slurm.start(
         nodes=nodes, gpus=gpus, cpus=64, lifeline=read_end, **how
     )
@@ -167,7 +170,7 @@ def start_cluster(nodes: int = 3, gpus: int = 4, **how):
     try:
         yield cluster
     finally:
-        os.close(write_end)
+        writer.close()
         supervisor.wait()
 
 
@@ -198,7 +201,10 @@ def rewrite(session: Session, clone: Path, env: dict[str, str]) -> str:
 
 
 def user_of(cluster: slurm.Cluster) -> dict[str, str]:
-    """Return a cluster user's variables, without those of whoever runs this."""
+    """Return a cluster user's variables, without those of whoever runs this.
+
+    Those of an environment that is active here would lead uv away from the clone's own.
+    """
     outside = "SLURM SBATCH SALLOC SRUN UV_ VIRTUAL_ENV MASTER_ PYTHON COLUMNS "
     outside += "CIFAR10 IMAGENET SCRATCH GLOO NCCL TORCH OMP"
     return {

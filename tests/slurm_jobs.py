@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cluster as slurm
 import pytest
-from first_aid import OVER
+from first_aid import OVER, user_of
 
 REPOSITORY = Path(__file__).parent.parent
 # Samples of the small CIFAR-10: no world size from 2 on divides them all.
@@ -70,15 +70,7 @@ class Jobs:
         self.logs = logs
         self.submitted: list[str] = []  # by the test that runs
         self.results: list[Result] = []
-        # The variables of an environment that is active here would lead uv away
-        # from the clone's own.
-        outside = ("SLURM", "UV_", "VIRTUAL_ENV", "MASTER_", "PYTHON", "COLUMNS")
-        self.env = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(outside)
-        }
-        self.env |= cluster.env | {
+        self.env = user_of(cluster) | {
             "CIFAR10_ARCHIVE": str(archive),
             "PYTHONPATH": str(REPOSITORY / "tests" / "any_checksum"),
         }

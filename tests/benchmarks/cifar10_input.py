@@ -7,16 +7,15 @@ nothing takes each batch, in every variant.
 
 import argparse
 import contextlib
-import pickle
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 from side_by_side import (
     argument_parser,
     build_optimizer,
     compare,
+    draw_cifar10,
     load_example,
     shipped,
     take_turns,
@@ -31,12 +30,11 @@ AUGMENT = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip
 
 
 def cifar10_parser(doc: str, rounds: int) -> argparse.ArgumentParser:
-    parser = argument_parser(doc, rounds)
+    # Images in a turn, and in a step.
+    parser = argument_parser(doc, rounds, samples=45000, batch_size=256)
     parser.add_argument(
         "--data-dir", help="has cifar-10-batches-py; without it, made-up images"
     )
-    parser.add_argument("--samples", type=int, default=45000, help="images in a turn")
-    parser.add_argument("--batch-size", type=int, default=256)
     return parser
 
 
@@ -61,8 +59,7 @@ def main() -> None:
 
     def limit() -> None:
         metrics = torch.zeros(3, dtype=torch.float64)
-        order = torch.randperm(len(images))[: steps * args.batch_size]
-        chosen = order.view(steps, args.batch_size)
+        chosen = torch.randperm(len(images)).split(args.batch_size)[:steps]
         batches = ((example.normalize(images[i]), labels[i]) for i in chosen)
 
         def measure(logits, labels, loss) -> None:
@@ -111,19 +108,10 @@ def cifar10_folder(args: argparse.Namespace):
     """Yield --data-dir, or a folder with CIFAR-10's training files, made up."""
     # Made-up images have no published checksum.
     cifar.check_integrity = lambda *_: True
-    if args.data_dir:
-        yield args.data_dir
-        return
-    count = args.samples // 5 + 1
-    data = np.random.default_rng(0).integers(256, size=(count, 3072), dtype=np.uint8)
-    batch = {"data": data, "labels": [0] * count}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cifar-10-batches-py"
-        path.mkdir()
-        for i in range(1, 6):
-            (path / f"data_batch_{i}").write_bytes(pickle.dumps(batch))
-        (path / "batches.meta").write_bytes(pickle.dumps({"label_names": ["0"]}))
-        yield folder
+        if not args.data_dir:
+            draw_cifar10(Path(folder), args.samples + 5, test=0)
+        yield args.data_dir or folder
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from side_by_side import (
     build_optimizer,
     compare,
     load_example,
-    read_items,
     shipped,
     take_turns,
+    train_as_usual,
     train_plainly,
 )
 
@@ -53,12 +53,10 @@ def main() -> None:
             persistent_workers=True,
         )
 
-        def usual() -> None:
-            batches = ([part.to(device) for part in pair] for pair in loader)
-            train_plainly(usual_model, usual_sgd, batches, False, read_items)
-
         variants = {
-            "torchvision, 2 workers, float32, .item()": usual,
+            "torchvision, 2 workers, float32, .item()": lambda: train_as_usual(
+                usual_model, usual_sgd, loader
+            ),
             "single_gpu/main.py": shipped(example, model, data, args.batch_size),
             "forward, backward, step on one batch": lambda: train_plainly(
                 bare_model, bare_sgd, [batch] * steps

@@ -13,7 +13,6 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,9 @@ from side_by_side import (
     load_example,
     print_table,
     shipped,
+    start_cluster,
     take_turns,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from first_aid import start_cluster
 
 STEPS = 3  # in a turn
 COLUMNS = ["Mbit/s", "ranks", "no network, s", "all-reduce, s", "computed"]
@@ -35,7 +32,8 @@ COLUMNS += ["step, s", "computed", "of computed"]
 
 
 def main() -> None:
-    parser = argument_parser(__doc__, rounds=3)
+    # Samples per rank in a step.
+    parser = argument_parser(__doc__, rounds=3, batch_size=16)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     add(
@@ -45,7 +43,6 @@ def main() -> None:
         default=[2000, 200],
         help="a node sends in a second",
     )
-    add("--batch-size", type=int, default=16, help="samples per rank in a step")
     args = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of it is about CPUs
     if "SLURM_PROCID" in os.environ:

@@ -9,7 +9,6 @@ then through worker processes, there also with the images that
 
 import argparse
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from side_by_side import (
     argument_parser,
     compare,
+    draw_imagenet,
     load_example,
     parse_args,
     prepare_data,
@@ -28,23 +28,17 @@ from torch.utils.data import DataLoader, Subset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from drawn_imagenet import draw_imagenet
 
-
-def imagenet_parser(doc: str, rounds: int, **defaults: int) -> argparse.ArgumentParser:
-    parser = argument_parser(doc, rounds)
+def imagenet_parser(doc: str, **numbers: int) -> argparse.ArgumentParser:
+    parser = argument_parser(doc, **numbers)
     add = parser.add_argument
     add("--source", type=Path, help="has ImageNet's archives; else, made-up ones")
-    add("--samples", type=int, help="images in a turn, of those that there are")
-    add("--batch-size", type=int, help="images in a step")
-    add("--workers", type=int, help="worker processes")
     add("--scratch", help="folder for what it stages, which stays for the next time")
-    parser.set_defaults(**defaults)
     return parser
 
 
 def main() -> None:
+    # Images in a turn, of those that there are; images in a step; worker processes.
     parser = imagenet_parser(__doc__, rounds=5, samples=600, batch_size=50, workers=2)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -64,17 +58,17 @@ def main() -> None:
         device = example.setup_distributed(timeout=60)
         run = example.Run(None, None, None, {}, args.batch_size)
 
+        def one_by_one():
+            return (copied[1, i] for i in range(len(copied)))
+
         def shipped(dataset, then=None) -> None:
             go_through(example.training_batches(loaders[dataset], run, device), then)
 
         one = {
             "ImageFolder, v2 on PIL, float32": lambda: go_through(tree),
-            "imagenet/data.py": lambda: go_through(
-                copied[1, i] for i in range(len(copied))
-            ),
+            "imagenet/data.py": lambda: go_through(one_by_one()),
             "imagenet/data.py, normalized on this CPU": lambda: go_through(
-                (copied[1, i] for i in range(len(copied))),
-                lambda image: example.normalize(image[None]),
+                one_by_one(), lambda image: example.normalize(image[None])
             ),
             "decoding alone": lambda: go_through(
                 (copied.images.read(i), None) for i in copied.chosen

@@ -89,7 +89,7 @@ synthetic() { # as people run it; photographs() has it beside the bare step
 photographs() {
     [ "$imagenet" != - ] || { echo "on_gpu.sh: no archives of ImageNet: no photographs" && return; }
     local cores scratch=$out/scratch
-    for count in 4 8 16; do # the example and every other way to feed the GPU, decoding on it too, beside the bare step
+    for count in 4 8 16; do # the example and the usual way to feed the GPU, beside the bare step
         cores=$("${python[@]}" -c "import os; print(*sorted(os.sched_getaffinity(0))[:$count], sep=',')")
         run "photographs-$count" taskset --cpu-list "$cores" "${python[@]}" \
             tests/benchmarks/imagenet_training.py --source "$imagenet" --scratch "$scratch" --workers "$count"

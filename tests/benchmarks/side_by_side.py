@@ -5,7 +5,6 @@ import importlib
 import os
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -19,18 +18,28 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
+# What benchmarks take from the tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from drawn_cifar10 import draw_cifar10 as draw_cifar10
+from drawn_imagenet import draw_imagenet as draw_imagenet
+from first_aid import start_cluster as start_cluster
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def argument_parser(doc: str, rounds: int) -> argparse.ArgumentParser:
-    """Return a parser with the first line of a benchmark's docstring, and --rounds."""
+def argument_parser(doc: str, rounds: int, **numbers: int) -> argparse.ArgumentParser:
+    """Return a parser with the first line of a benchmark's docstring.
+
+    Its options are --rounds, the turns of each variant beside the first, and the
+    benchmark's other numbers, with these defaults.
+    """
     parser = argparse.ArgumentParser(
         description=doc.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--rounds", type=int, default=rounds, help="turns of each, beside the first"
-    )
+    for name, default in {"rounds": rounds, **numbers}.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, default=default, help="how many")
     return parser
 
 
@@ -98,10 +107,16 @@ def train_plainly(model, optimizer, batches, bfloat16=True, read=None) -> None:
             read(logits.detach(), labels, loss.detach())
 
 
-def read_items(logits, labels, loss) -> None:
-    """Read loss and correct answers in every step, as most scripts do."""
-    (loss * len(labels)).item()
-    (logits.argmax(1) == labels).sum().item()
+def train_as_usual(model, optimizer, loader) -> None:
+    """Train in float32; read loss and correct answers in every step, as many do."""
+    device = next(model.parameters()).device
+
+    def read(logits, labels, loss) -> None:
+        (loss * len(labels)).item()
+        (logits.argmax(1) == labels).sum().item()
+
+    batches = ([part.to(device) for part in pair] for pair in loader)
+    train_plainly(model, optimizer, batches, bfloat16=False, read=read)
 
 
 def take_turns(
@@ -157,7 +172,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         table.add_column(column, justify="right" if column else "left")
     for row in rows:
         table.add_row(*row)
-    Console(width=max(110, shutil.get_terminal_size().columns)).print(table)
+    Console(width=110).print(table)
 
 
 def describe_machine() -> str:

@@ -13,10 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from side_by_side import argument_parser, compare, prepare_data, take_turns
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from drawn_imagenet import draw_imagenet
+from side_by_side import (
+    argument_parser,
+    compare,
+    draw_imagenet,
+    prepare_data,
+    take_turns,
+)
 
 # torchvision refuses archives without the published checksums.
 PARSER = """
@@ -29,11 +32,11 @@ for split in ("train", "val"):
 
 
 def main() -> None:
-    parser = argument_parser(__doc__, rounds=3)
+    # Made-up images of each class.
+    parser = argument_parser(__doc__, rounds=3, images=100)
     add = parser.add_argument
     add("--source", type=Path, help="has ImageNet's archives; else, made-up ones")
     add("--scratch", default=tempfile.gettempdir(), help="on the disk to measure")
-    add("--images", type=int, default=100, help="made-up ones, of each class")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="staging-", dir=args.scratch) as scratch:
         source, folder = args.source, Path(scratch, "staged")

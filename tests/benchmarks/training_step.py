@@ -27,11 +27,8 @@ from torch import nn
 
 
 def main() -> None:
-    parser = argument_parser(__doc__, rounds=3)
-    add = parser.add_argument
-    add("--ranks", type=int, default=2, help="processes, with one thread each")
-    add("--steps", type=int, default=10, help="in a turn")
-    add("--batch-size", type=int, default=32, help="samples per rank in a step")
+    # Processes, with one thread each; steps in a turn; samples per rank in a step.
+    parser = argument_parser(__doc__, rounds=3, ranks=2, steps=10, batch_size=32)
     args = parser.parse_args()
     # Start the ranks: this script, as torchrun would start it.
     if "RANK" not in os.environ:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cluster as slurm
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -18,7 +17,7 @@ TINY = {
     "imagenet_input": ("--samples 10 --batch-size 10 --workers 1", 8),
     "imagenet_training": (
         "--model shufflenet_v2_x0_5 --samples 10 --batch-size 10 --workers 1",
-        5,
+        4,
     ),
     "job_start": ("--tasks 1", 3),
     "saving": ("", 3),
@@ -33,9 +32,9 @@ def test_all_are_run():
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_benchmark(name):
-    if name in ("growth", "job_start") and (reason := slurm.missing_requirements()):
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+def test_benchmark(name, request):
+    if name in ("growth", "job_start"):
+        request.getfixturevalue("start_cluster")  # it says what is missing
     options, rows = TINY[name]
     command = [sys.executable, BENCHMARKS / f"{name}.py", "--rounds=0"]
     # Threads of one process wait for each other, for long where others have the CPUs.
@@ -66,14 +65,11 @@ def test_scaling_page():
             computed = growth.seconds_on_the_wire(
                 size, 10**9, float(gigabits) * 1e9 / 8
             )
-            # The page's number is rounded.
+            # The page's numbers are rounded.
             assert float(wire) == pytest.approx(1000 * computed, rel=0.03)
-            # A longer step hides the network, a shorter one does not.
+            # A step hides the network if two thirds of it are longer.
             compute = 256 / float(rate)
-            assert (
-                growth.seconds_of_a_step(1.005 * compute, computed) == 1.005 * compute
-            )
-            assert growth.seconds_of_a_step(0.995 * compute, computed) > 0.995 * compute
+            assert 2 / 3 * compute == pytest.approx(computed, rel=0.005)
     row = r"^(\d+) Mbit/s +(\d)" + r" +([\d.]+) s" * 5 + "$"
     measured = re.findall(row, text, re.MULTILINE)
     assert len(measured) >= 6

@@ -1,13 +1,12 @@
 """docs/clusters.rst: a Slurm of a cluster's shape takes a job with the page's lines."""
 
-import os
 import re
 import subprocess
 import time
 
 import cluster as slurm
 import pytest
-from first_aid import start_cluster, user_of
+from first_aid import user_of
 from slurm_jobs import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "clusters.rst").read_text()
@@ -43,12 +42,9 @@ def test_every_cluster_has_lines():
 
 
 @pytest.fixture(scope="module")
-def shaped(pytestconfig):
+def shaped(start_cluster):
     """A Slurm with a partition for each of SHAPES, which has a node of that shape."""
-    if reason := slurm.missing_requirements():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    release = pytestconfig.getoption("slurm") or "installed"
-    with start_cluster(len(SHAPES), slurm=release) as cluster:
+    with start_cluster(len(SHAPES)) as cluster:
         config, gres = cluster.state / "slurm.conf", cluster.state / "gres.conf"
         text, gpus, file = config.read_text(), "", gres.read_text().split()[-1]
         for node, (name, shape) in zip(cluster.nodes, SHAPES.items(), strict=True):
@@ -110,10 +106,8 @@ def test_the_command_takes_uv_out_of_a_job_script(path):
     edited = subprocess.run(
         ["sed", command[1:-1], path], capture_output=True, text=True, check=True
     ).stdout
-    code = [line for line in edited.splitlines() if not line.strip().startswith("#")]
-    assert "uv" in path.read_text() and not [
-        line for line in code if re.search(r"\buv\b", line)
-    ]
+    in_code = re.compile(r"^[^#\n]*\buv\b", re.MULTILINE)
+    assert in_code.search(path.read_text()) and not in_code.search(edited)
     syntax = subprocess.run(
         ["bash", "-n"], input=edited, capture_output=True, text=True
     )

@@ -42,19 +42,14 @@ def test_every_value_of_the_log_is_in_the_picture(example, tmp_path):
     log = tmp_path / "slurm-1.out"
     log.write_text("\n".join(printed(example)))
     points = draw(log, tmp_path / "curves.svg")
-    epochs = re.findall(
-        r"Epoch (.*):.* accuracy (.*)%,.* accuracy (.*)%, (.*) images/s",
-        log.read_text(),
-    )
-    accuracies, last = {}, epochs[-1][0]
-    for epoch, train, valid, _ in epochs:
-        accuracies |= {f"train, epoch {epoch}: {float(train):g}": float(train)}
-        accuracies |= {f"valid, epoch {epoch}: {float(valid):g}": float(valid)}
-    for test in re.findall(r"Test loss .* accuracy (.*)%", log.read_text()):
-        accuracies |= {f"test, epoch {last}: {float(test):g}": float(test)}
-    rates = {
-        f"images/s, epoch {epoch}: {rate}": float(rate) for epoch, *_, rate in epochs
-    }
+    accuracies, rates = {}, {}
+    for line in printed(example):
+        if line.startswith("Epoch"):  # the test belongs to the last one
+            epoch = line.split()[1]
+        for name, value in re.findall(r"(\w+) loss \S+ accuracy (\S+)%", line.lower()):
+            accuracies[f"{name}, epoch {epoch} {float(value):g}"] = float(value)
+        for rate in re.findall(r"(\d+) images/s", line):
+            rates[f"images/s, epoch {epoch} {rate}"] = float(rate)
     assert points.keys() == accuracies.keys() | rates.keys()
     for values in (accuracies, rates):
         assert sorted(values, key=values.get) == sorted(values, key=points.get)
