@@ -25,7 +25,7 @@ def preempt(user: User, job: str, rank: int) -> None:
     other = user.submit(
         "", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep infinity"
     )
-    user.until(job, "^slurmstepd.* CANCELLED AT ")
+    user.until(job, r"\*\*\* .* CANCELLED AT ")
     os.kill(rank, signal.SIGCONT)  # with proctrack/cgroup, Slurm sends it to uv only
     user.until_found(
         job, lambda: user.show(job)["JobState"] == "PENDING", "preemption", 60
