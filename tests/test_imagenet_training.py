@@ -227,6 +227,7 @@ def test_the_best_weights_in_plain_code(tmp_path):
     told = [found[4] for found in IMAGENET_EPOCH_LINE.findall(training.text())]
     assert len(set(told)) > 1
     assert f"{100 * correct / 23:.2f}" == max(told, key=float)
+    assert best["best_accuracy"] == correct / 23
 
 
 def stop(

@@ -396,6 +396,14 @@ def test_wrong_folders(tmp_path, data_dir, files, message):
     refused(tmp_path / "mine.tar", data_dir, f"mine.tar.*{message}")
 
 
+def test_two_images_of_one_name(tmp_path, data_dir):
+    """In an extracted tree, the second would overwrite the first."""
+    files = {f"{part}/cat/{i}.jpg": JPEG for part in "ab" for i in range(10)}
+    (tmp_path / "mine.tar").write_bytes(tar_bytes(files))
+    message = r"mine.tar.*File exists: .*/cat/\d.jpg"
+    refused(tmp_path / "mine.tar", data_dir, message, forms=[["--extract"]])
+
+
 # Disks.
 
 
