@@ -27,7 +27,7 @@ def listings(heading: str) -> list[str]:
 def test_try_it_here(clone, tmp_path):
     """Without uv at first: the lines that install it end with the one for others."""
     with_uv, without_uv, shown = listings("Try it here")
-    assert without_uv.endswith(f" &&\n{with_uv}")
+    assert without_uv.endswith(f"\n{with_uv}")
     env = os.environ | {"HOME": str(tmp_path)}
     # uv's and pip's caches and settings stay those of this user.
     for name, folder in (("CACHE", ".cache"), ("CONFIG", ".config")):
@@ -38,7 +38,7 @@ def test_try_it_here(clone, tmp_path):
     here = str(Path(sys.executable).parent)
     env["PATH"] = os.pathsep.join(folder for folder in path if folder != here)
     result = subprocess.run(
-        ["bash", "-c", without_uv],
+        ["bash", "-ec", without_uv],
         cwd=clone,
         env=env,
         stdout=subprocess.PIPE,
