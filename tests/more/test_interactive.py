@@ -41,7 +41,7 @@ def test_debugger(jobs, archive, rank, flags):
         where = read_until(process.stdout, b"(Pdb) ")
         assert re.search(r"main\.py\(\d+\)train\(\)", PAGE)[0] in where, where
         process.stdin.write(b"p 'rank', dist.get_rank(), bar.total\n")
-        assert f"('rank', {rank}, 13)" in read_until(process.stdout, b"(Pdb) ")
+        assert f"('rank', {rank}, 4)" in read_until(process.stdout, b"(Pdb) ")
         process.stdin.write(b"continue\n")
         output = read_until(process.stdout, b"Test loss")
         output += process.stdout.read().decode()
