@@ -232,8 +232,8 @@ class TensorBoard:
 
         self.writer = SummaryWriter(
             str(folder / "tensorboard"),
-            # TensorBoard drops what an earlier start has logged of these steps:
-            # they are done, and logged, once more.
+            # From this step on, TensorBoard drops what an earlier start has logged:
+            # these steps are done, and logged, once more.
             purge_step=steps_done + 1,
             max_queue=0,  # no limit
             flush_secs=1,

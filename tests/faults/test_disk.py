@@ -226,6 +226,17 @@ def test_bad_data(user, tmp_path, what):
         assert on(user, node, "ls", "/tmp/outside.jpg").exit_code != 0
 
 
+def test_folder_that_cannot_be_removed(user, undisturbed):
+    """A job that is to be requeued is requeued, whatever is left in its folder."""
+    job = user.train(*EPOCHS, "--save-steps=3")
+    user.until_file(job, "*-step-000003.pt")
+    with disk_on(user, "node1", f"/tmp/slurm-job-{job}/busy", "size=1m"):
+        user.warn(job)
+        user.until(job, "^rm: cannot remove .*/busy': Device or resource busy$")
+        user.until(job, "^Job .* requeued 1 times$")
+    assert weights(user.wait(job)) == undisturbed
+
+
 @pytest.mark.parametrize("what", every_case("full", "read-only"))
 def test_slurm_tmpdir(user, what):
     """A node's disk without room, or that cannot be written to, is named."""

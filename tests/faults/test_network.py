@@ -59,7 +59,8 @@ def test_network_fails(user, undisturbed, what, length):
     if length == "long":
         user.until(job, NOTICED)
         # job.sh requeues the job, or Slurm, which misses the node.
-        user.until(job, "^srun: error: node.: task .: Exited|requeued 1 times$")
+        ended = "^srun: error: node.: task .: Exited with exit code 1"
+        user.until(job, f"{ended}|requeued 1 times$")
     else:
         user.run(["sleep", "4"])  # as long as the fault lasts
     change("up", "del")

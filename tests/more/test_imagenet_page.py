@@ -153,17 +153,20 @@ def test_torchrun_elastic(user, tmp_path):
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_sweep(user):
-    """Each task trains with its line of the file, and with the common arguments."""
+    """Each task trains with its line of the file, and with the common arguments.
+
+    With --synthetic, in the file, too, none stages ImageNet.
+    """
     (sweep,) = [text for text in listings("Many runs") if "cat sweep.txt" in text]
     _, *lines, command = sweep.splitlines()
     assert command.startswith("$ ./safe_sbatch --array=1-3 job.sh @sweep.txt ")
     flags = f"--nodes=1 {' '.join(TWO)} --parsable --output={user.logs}/%A_%a.out"
-    small = "--synthetic --limit-train-samples=10 --limit-valid-samples=10"
+    small = "--limit-train-samples=10 --limit-valid-samples=10"
     command = command.removeprefix("$ ").replace("sbatch", f"sbatch {flags}")
     command = command.replace("--epochs 50", f"--epochs 1 {small} {' '.join(TINY)}")
     git = ["git", "-c", "user.name=tests", "-c", "user.email=tests"]
     file = user.clone / "imagenet" / "sweep.txt"
-    file.write_text("\n".join(lines) + "\n")
+    file.write_text("".join(f"{line} --synthetic\n" for line in lines))
     try:
         for words in (["add", file], ["commit", "-qm", "Add a sweep"]):
             assert user.run([*git, *words]).exit_code == 0
@@ -182,6 +185,7 @@ def test_a_sweep(user):
         for result in results
         if result.state == "COMPLETED"
     ]
+    assert not [result for result in results if "staged" in result.output]
     default = str(2**-15)
     assert trained == [
         ("0.1", default, "0"),
