@@ -36,6 +36,7 @@ def test_debugger(jobs, archive, rank, flags):
         env=jobs.env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         bufsize=0,
     ) as process:
         where = read_until(process.stdout, b"(Pdb) ")
