@@ -45,16 +45,7 @@ from pathlib import Path
 # Not /run or /tmp: Slurm executes job scripts from here, and nodes have their own /tmp.
 PARENT = Path("/var/tmp")
 PREFIX = "slurm-cluster-"
-PROGRAMS = [
-    "slurmctld",
-    "slurmd",
-    "sbatch",
-    "munged",
-    "ip",
-    "unshare",
-    "nsenter",
-    "setpriv",
-]
+PROGRAMS = "slurmctld slurmd sbatch munged ip unshare nsenter setpriv".split()
 # Control groups of version 1: for their processes, and for what these may use.
 FREEZER = Path("/sys/fs/cgroup/freezer")
 MEMORY = Path("/sys/fs/cgroup/memory")
@@ -231,23 +222,13 @@ class Cluster:
         # unshare(1) has put its child, and not itself, into the new process namespace.
         pid = pid_file.read_text()
         child = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
-        return [
-            "nsenter",
-            "--target",
-            child,
-            "--net",
-            "--uts",
-            "--mount",
-            "--pid",
-            "--root",
-        ]
+        command = f"nsenter --target {child} --net --uts --mount --pid --root"
+        return command.split()
 
     def processes(self, node: str) -> list[str]:
         """Return the command lines of a node's processes, without Slurm's daemon."""
-        command = [*self.namespaces(node), "ps", "-ww", "-eo", "pid=,args="]
-        lines = subprocess.run(
-            command, check=True, capture_output=True, text=True
-        ).stdout.splitlines()
+        command = [*self.namespaces(node), *"ps -ww -eo pid=,args=".split()]
+        lines = subprocess.check_output(command, text=True).splitlines()
         own = (f"sh {self.state}", "slurmd -D", "ps -ww")
         commands = [line.split(maxsplit=1)[1] for line in lines]
         return [command for command in commands if not command.startswith(own)]
@@ -396,15 +377,10 @@ class Supervisor:
         (self.state / "switch.pid").write_text(str(self.switch.pid))
         self.link, self.subnet = self.connect_machine()
         self.write_files()
-        munge = [
-            f"--{kind}={self.state}/munge.{kind.split('-')[0]}"
-            for kind in ("key-file", "pid-file", "log-file")
-        ]
-        munge += [
-            f"--seed-file={self.state}/munge.seed",
-            f"--socket={self.state}/munge.socket",
-        ]
-        self.spawn("munged", ["munged", "--foreground", "--force", *munge])
+        munge = {"key-file": "key", "pid-file": "pid", "log-file": "log"}
+        munge |= {"seed-file": "seed", "socket": "socket"}
+        files = [f"--{name}={self.state}/munge.{end}" for name, end in munge.items()]
+        self.spawn("munged", ["munged", "--foreground", "--force", *files])
         self.wait_for((self.state / "munge.socket").exists, "munged has no socket")
         conf = str(self.state / "slurm.conf")
         # A controller has a machine of its own: here, it goes before the nodes' work.
@@ -534,8 +510,8 @@ class Supervisor:
     ) -> None:
         """Start a host, connect it to the switch and let it run `command`."""
         self.hosts[name] = (number, command)
-        unshare = ["unshare", *uptime.split(), "--net", "--uts", "--mount", "--pid"]
-        unshare += ["--fork", "--kill-child", "--mount-proc"]
+        unshare = f"unshare {uptime} --net --uts --mount --pid".split()
+        unshare += "--fork --kill-child --mount-proc".split()
         script = ["sh", f"{self.state}/host.sh", str(self.state), name]
         script += [f"{self.subnet}.{number}", str(self.root)]
         host = self.spawn(name, [*unshare, *script, *command], stdin=subprocess.PIPE)

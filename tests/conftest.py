@@ -54,12 +54,6 @@ def pytest_addoption(parser):
         metavar="MINUTES",
         help="run faults/test_soak.py, for so long at least",
     )
-    add(
-        "--soak-seed",
-        type=int,
-        metavar="SEED",
-        help="pick the faults that this seed picked before",
-    )
 
 
 def pytest_configure():
@@ -127,13 +121,9 @@ def clone(tmp_path_factory) -> Path:
         ".git", ".venv", ".*_cache", "__pycache__", "data", "checkpoints", "slurm-*.out"
     )
     shutil.copytree(REPOSITORY, path, ignore=generated)
-    for command in (
-        ["init", "-q"],
-        ["add", "--all"],
-        ["commit", "-qm", "As it is now"],
-    ):
-        name = ["-c", "user.name=tests", "-c", "user.email=tests"]
-        subprocess.run(["git", *name, *command], cwd=path, check=True)
+    git = "git -c user.name=tests -c user.email=tests"
+    for command in ("init -q", "add --all", "commit -qm Now"):
+        subprocess.run(f"{git} {command}".split(), cwd=path, check=True)
     return path
 
 
@@ -209,7 +199,8 @@ def pytest_runtest_makereport(item):
         if report.failed:
             report.sections += jobs.tell()
         if report.when == "teardown":
-            jobs.forget()
+            jobs.submitted.clear()
+            jobs.results.clear()
     return report
 
 

@@ -18,14 +18,8 @@ from rich.console import Console
 from slurm_jobs import REPOSITORY, User
 
 console = Console(soft_wrap=True, highlight=False)
-ARGUMENTS = [
-    "--synthetic",
-    "--limit-train-samples=160",
-    "--epochs=5",
-    "--save-steps=4",
-    "--learning-rate=0.05",
-    "--timeout=15",
-]
+ARGUMENTS = "--synthetic --limit-train-samples=160 --epochs=5 --save-steps=4".split()
+ARGUMENTS += ["--learning-rate=0.05", "--timeout=15"]
 
 
 def main() -> None:

@@ -52,14 +52,9 @@ def main() -> None:
         if args.slurm in (None, slurm) and args.proctrack in (None, proctrack):
             with tempfile.TemporaryDirectory() as folder:
                 report = Path(folder) / "report.xml"
-                command = [
-                    sys.executable,
-                    "-m",
-                    "pytest",
-                    f"--slurm={slurm}",
-                    f"--proctrack={proctrack}",
-                ]
-                command += ["-v", f"--junit-xml={report}", "tests/faults", *others]
+                command = [sys.executable, *"-m pytest -v tests/faults".split()]
+                command += [f"--slurm={slurm}", f"--proctrack={proctrack}"]
+                command += [f"--junit-xml={report}", *others]
                 failed |= subprocess.run(command, cwd=ROOT).returncode != 0
                 if report.exists():
                     record(slurm, proctrack, report)
@@ -72,12 +67,9 @@ def record(slurm: str, proctrack: str, report: Path) -> None:
     column = PAIRS.index((slurm, proctrack))
     cases: dict[str, str] = {}
     for case in xml.parse(report).iter("testcase"):
-        name = (
-            f"{case.get('classname').removeprefix('tests.faults.')}::{case.get('name')}"
-        )
-        bad = [
-            child.tag for child in case if child.tag in ("failure", "error", "skipped")
-        ]
+        file = case.get("classname").removeprefix("tests.faults.")
+        name = f"{file}::{case.get('name')}"
+        bad = [c.tag for c in case if c.tag in ("failure", "error", "skipped")]
         seconds = f"{float(case.get('time')):.0f}"
         # An error while tearing down is a test case of its own.
         cases[name] = bad[0] if bad else cases.get(name, seconds)
@@ -99,19 +91,12 @@ def write_table(table: dict[str, list[str]]) -> None:
     lines = [".. list-table::", "   :header-rows: 1", "", "   * - Case"]
     lines += [f"     - {slurm}, {proctrack}" for slurm, proctrack in PAIRS]
     for name in sorted(table):
-        lines += [
-            f"   * - ``{name}``",
-            *(f"     - {cell}".rstrip() for cell in table[name]),
-        ]
-    count = sum(cell.isdigit() for cells in table.values() for cell in cells)
-    bad = sum(
-        bool(cell) and not cell.isdigit() for cells in table.values() for cell in cells
-    )
-    lines += [
-        "",
-        f"{count} passed, {bad} did not. Last run: {datetime.date.today()}.",
-        "",
-    ]
+        lines.append(f"   * - ``{name}``")
+        lines += [f"     - {cell}".rstrip() for cell in table[name]]
+    cells = [cell for cells in table.values() for cell in cells if cell]
+    passed = sum(map(str.isdigit, cells))
+    said = f"{passed} passed, {len(cells) - passed} did not."
+    lines += ["", f"{said} Last run: {datetime.date.today()}.", ""]
     TABLE.write_text(HEAD + "\n".join(lines))
 
 

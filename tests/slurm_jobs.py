@@ -33,12 +33,16 @@ class Result:
     exit_code: int
     state: str = ""
     job: str = ""
+    restarts: int = 0
+
+    def find(self, pattern: str) -> list:
+        """Return what `re.findall` finds in the output; ^ and $ are of a line."""
+        return re.findall(pattern, self.output, re.MULTILINE)
 
     def trained(self, world_size: int, batch_size: int, epochs: int = 1) -> None:
         """Assert that the output tells of one whole training."""
         output = re.sub(r"[^\n]*\r", "", self.output)  # without progress bars
-        assert self.exit_code == 0, self
-        assert self.state in ("", "COMPLETED"), self
+        assert self.exit_code == 0 and self.state in ("", "COMPLETED"), self
         steps = TRAINING // (world_size * batch_size)
         shares = f"{steps} steps an epoch, {world_size} x {batch_size} samples each"
         counts = f"of {TRAINING}; {VALIDATION} to validate, {TEST} to test"
@@ -61,6 +65,19 @@ class Result:
         return f"{ended}, output:\n{self.output}"
 
 
+def call(command: list, **options) -> Result:
+    """Run a command, with options of subprocess.run, to its end."""
+    process = subprocess.run(
+        [str(part) for part in command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        **options,
+    )
+    # With its carriage returns.
+    return Result(process.stdout.decode(), process.returncode)
+
+
 class Jobs:
     """Runs jobs and commands on the cluster, as a user in a folder of the clone."""
 
@@ -79,17 +96,8 @@ class Jobs:
         self, command: list, folder: str = "", timeout: float = 300, **env: str
     ) -> Result:
         """Run a command in a folder of the clone."""
-        process = subprocess.run(
-            [str(part) for part in command],
-            cwd=self.clone / folder,
-            env=self.env | env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=timeout,
-        )
-        # With its carriage returns.
-        result = Result(process.stdout.decode(), process.returncode)
+        where = {"cwd": self.clone / folder, "env": self.env | env}
+        result = call(command, **where, timeout=timeout)
         if command[0] in ("sbatch", "salloc", "srun", "uv"):
             self.results.append(result)
         return result
@@ -105,10 +113,9 @@ class Jobs:
         self.submitted.append(result.output.strip())
         return self.submitted[-1]
 
-    def forget(self) -> None:
-        """Forget what earlier tests have run."""
-        self.submitted.clear()
-        self.results.clear()
+    def on(self, node: str, *command) -> Result:
+        """Run a command on a node."""
+        return self.run([*self.cluster.namespaces(node), *command])
 
     def tell(self) -> list[tuple[str, str]]:
         """Return what there is to read when a test has failed, with headings."""
@@ -143,9 +150,8 @@ class Jobs:
                     f"{self.log(job)}"
                 )
             time.sleep(0.2)
-        return Result(
-            self.log(job), int(info["ExitCode"].split(":")[0]), info["JobState"], job
-        )
+        code, restarts = int(info["ExitCode"].split(":")[0]), int(info["Restarts"])
+        return Result(self.log(job), code, info["JobState"], job, restarts)
 
     def log(self, job: str) -> str:
         path = self.logs / f"{job}.out"
@@ -179,17 +185,8 @@ class Jobs:
     def pid(self, node: str, text: str) -> int:
         """Return the number on this machine of the oldest such process."""
         init = self.cluster.namespaces(node)[2]
-        command = [
-            "pgrep",
-            "--ns",
-            init,
-            "--nslist",
-            "pid",
-            "--oldest",
-            "--full",
-            f"bin/python[^ ]* {text}",
-        ]
-        return int(self.run(command).output)
+        pgrep = f"pgrep --ns {init} --nslist pid --oldest --full".split()
+        return int(self.run([*pgrep, f"bin/python[^ ]* {text}"]).output)
 
     def sbatch(self, folder: str, *arguments, **env: str) -> Result:
         """Run a job to its end."""
@@ -200,9 +197,7 @@ class Jobs:
         self.run(["scancel", job])
         result = self.wait(job)
         for node in self.cluster.nodes:
-            self.run(
-                [*self.cluster.namespaces(node), "rm", "-rf", f"/tmp/slurm-job-{job}"]
-            )
+            self.on(node, "rm", "-rf", f"/tmp/slurm-job-{job}")
         return result
 
     def slurm_version(self) -> tuple[int, int]:
@@ -243,9 +238,7 @@ class Jobs:
             [ ! -e "$f" ] || mountpoint -q "$f" || find "$f" -maxdepth 1
         done"""
         for node in self.cluster.nodes:
-            names = self.run(
-                [*self.cluster.namespaces(node), "bash", "-c", files]
-            ).output.splitlines()
+            names = self.on(node, "bash", "-c", files).output.splitlines()
             temporary = r"/tmp/(slurm-job|pymp|torch|tmp|\.|[^/]+/)|/dev/shm/"
             names = [name for name in names if re.match(temporary, name)]
             found += [
@@ -269,7 +262,7 @@ class Jobs:
                 command = ["rm", "-rf", thing]
             else:
                 command = ["pkill", "-KILL", "--exact", "--full", re.escape(thing)]
-            self.run([*self.cluster.namespaces(node), *command])
+            self.on(node, *command)
 
 
 PICTURES, VALID_PICTURES = 160, 24  # of the small ImageNet
@@ -376,14 +369,8 @@ class User(Jobs):
         self, node: str, text: str, number=signal.SIGKILL, age: str = "--oldest"
     ) -> int:
         """Signal a node's Python process by text of its command; 0 if it is there."""
-        command = [
-            "pkill",
-            f"-{number.value}",
-            age,
-            "--full",
-            f"bin/python[^ ]* {text}",
-        ]
-        return self.run([*self.cluster.namespaces(node), *command]).exit_code
+        pkill = f"pkill -{number.value} {age} --full".split()
+        return self.on(node, *pkill, f"bin/python[^ ]* {text}").exit_code
 
     def stop_in_a_save(self, job: str) -> int:
         """Stop rank 0, on node1, while it writes not its first checkpoint.
@@ -400,17 +387,15 @@ class User(Jobs):
                 return rank
             os.kill(rank, signal.SIGCONT)  # it was just done
 
+    def route(self, change: str) -> None:
+        """Let node1 and node2 drop what goes to the other (add), or no longer (del)."""
+        for here, there in (("node1", "node2"), ("node2", "node1")):
+            command = f"ip route {change} blackhole {self.cluster.address(there)}"
+            assert self.on(here, *command.split()).exit_code == 0
+
     def kill_all(self, node: str) -> None:
         """End all that runs Python on a node, as if it had crashed."""
-        self.run(
-            [
-                *self.cluster.namespaces(node),
-                "pkill",
-                "-9",
-                "--full",
-                "torchrun|main.py",
-            ]
-        )
+        self.on(node, *"pkill -9 --full torchrun|main.py".split())
 
     def warn(self, job: str) -> None:
         """Send the signal that Slurm sends before the time limit, as it does."""

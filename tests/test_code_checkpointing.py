@@ -69,8 +69,8 @@ class Repository(Jobs):
 
     def commit(self, *options: str) -> str:
         self.must("git", "add", "--all", self.root)
-        name = ["-c", "user.name=tests", "-c", "user.email=tests"]
-        self.must("git", *name, "commit", "--quiet", "--message", "A commit", *options)
+        git = "git -c user.name=tests -c user.email=tests commit --quiet --message"
+        self.must(*git.split(), "A commit", *options)
         self.head = self.must("git", "rev-parse", "HEAD")
         return self.head
 
@@ -84,9 +84,6 @@ class Repository(Jobs):
         result = self.run(["./safe_sbatch", *FLAGS, "job.sh"], **env)
         assert result.exit_code == 1, result
         return result.output
-
-    def on(self, node: str, *command) -> Result:
-        return self.run([*self.cluster.namespaces(node), *command])
 
 
 def tasks(output: str) -> list[dict]:
@@ -115,7 +112,7 @@ def errors(result: Result) -> list[str]:
     """Return why a job has failed, in its words, without the last line's."""
     assert (result.exit_code, result.state) == (1, "FAILED"), result
     assert tasks(result.output) == [], result
-    *found, last = re.findall(r"^job\.sh: error: (.*)$", result.output, re.MULTILINE)
+    *found, last = result.find(r"^job\.sh: error: (.*)$")
     assert ": not requeued. See above. " in last, result
     return found
 
@@ -175,7 +172,7 @@ def test_everything_reaches_the_job(repository):
     found = tasks(result.output)
     assert all(task["arguments"] == arguments for task in found), result
     assert {task["SLURMD_NODENAME"] for task in found} == {*NODES}, result
-    copied = re.findall(r" on the disk of (\w+), after \d+ s$", result.output, re.M)
+    copied = result.find(r" on the disk of (\w+), after \d+ s$")
     assert sorted(copied) == NODES, result
     assert "warning" not in result.output, result
     assert not (repository.root / ".venv").exists()
@@ -189,7 +186,7 @@ def test_sbatch_alone_runs_in_place(repository):
     commit = repository.commit()
     first = repository.wait(repository.safe_sbatch(*ONE_TASK, "first.sh"))
     check(first, commit, 1)
-    second = repository.wait(re.findall(r"^\d+$", first.output, re.MULTILINE)[-1])
+    second = repository.wait(first.find(r"^\d+$")[-1])
     (task,) = tasks(second.output)
     assert second.state == "COMPLETED", second
     assert task["folder"] == str(repository.folder), second
@@ -213,7 +210,7 @@ def test_changes_after_submission_change_nothing(repository):
     repository.until(job, "(?s)(^RAN .*?){8}")
     event.touch()
     result = repository.wait(job)
-    assert repository.show(job)["Restarts"] == "1"
+    assert result.restarts == 1
     check(result, commit, 8)
 
 

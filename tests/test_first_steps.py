@@ -2,14 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from slurm_jobs import REPOSITORY, call
 
-REPOSITORY = Path(__file__).parent.parent
 # Times, and what a network learns, which differs a little from processor to processor.
 MEASURED = re.compile(
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|\d+\.\d{3}\b|\d+\.\d\d%|\d+(?= images/s)"
@@ -37,16 +35,9 @@ def test_try_it_here(clone, tmp_path):
     path = env["PATH"].split(os.pathsep)
     here = str(Path(sys.executable).parent)
     env["PATH"] = os.pathsep.join(folder for folder in path if folder != here)
-    result = subprocess.run(
-        ["bash", "-ec", without_uv],
-        cwd=clone,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    output = re.sub(r"[^\n]*\r", "", result.stdout)  # without progress bars
-    assert result.returncode == 0, output
+    result = call(["bash", "-ec", without_uv], cwd=clone, env=env)
+    output = re.sub(r"[^\n]*\r", "", result.output)  # without progress bars
+    assert result.exit_code == 0, output
     assert (tmp_path / ".uv" / "bin" / "uv").exists(), output
     assert "Successfully installed uv" in output
     lines = [MEASURED.sub("…", line) for line in output.splitlines()]
@@ -72,14 +63,13 @@ def test_your_first_job(jobs):
         return [[c for i, c in enumerate(row) if i not in own] for row in table]
 
     expected = [header, [waiting, *rows[0][1:]], [running, *rows[1][1:]]]
-    deadline = time.monotonic() + 60
-    while True:  # Slurm takes a moment to say what a job waits for
-        result = jobs.run(command[1:])
-        table = [line.split() for line in result.output.splitlines()]
-        if columns(table) == columns(expected):
-            break
-        assert time.monotonic() < deadline, result
-        time.sleep(0.2)
+
+    def as_expected() -> bool:
+        table = jobs.run(command[1:]).output.splitlines()
+        return columns([line.split() for line in table]) == columns(expected)
+
+    # Slurm takes a moment to say what a job waits for.
+    jobs.until_found(waiting, as_expected, "the page's table", 60)
     assert re.findall(r"^tail -f slurm-(\d+)\.out |^scancel (\d+) ", look, re.M) == [
         (rows[0][0], ""),
         ("", rows[0][0]),

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from slurm_jobs import ARGUMENTS_LINE, IMAGENET_EPOCH_LINE
-from test_checkpoint import REPOSITORY, checkpoint, forkserver, run_ranks
+from test_checkpoint import REPOSITORY, Started, checkpoint, run_ranks
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision import models
@@ -61,43 +61,32 @@ WEIGHTS_LINE = re.compile(
 # Runs of main.py
 
 
-class Training:
+class Training(Started):
     """imagenet/main.py on all of its ranks, or on the first ones, and its log."""
 
     def __init__(
-        self, folder: Path, world_size: int, *arguments: str, started: int = 0
+        self, folder: Path, world_size: int, *arguments: str, started=0, **env: str
     ):
         folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints = folder / "checkpoints" / "none"
-        self.log = folder / f"{len(list(folder.glob('*.log')))}.log"
+        log = folder / f"{len(list(folder.glob('*.log')))}.log"
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        self.processes = [
-            start_main(
-                "imagenet",
-                arguments,
-                self.log,
-                RANK=str(rank),
-                WORLD_SIZE=str(world_size),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-                GLOO_SOCKET_IFNAME="lo",
-            )
-            for rank in range(started or world_size)
-        ]
-
-    def __enter__(self):
-        return self
+        env |= {
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        ranks = range(started or world_size)
+        envs = [env | {"RANK": str(rank)} for rank in ranks]
+        jobs = [("imagenet", arguments, log, env) for env in envs]
+        super().__init__(log, run_main, jobs)
 
     def __exit__(self, *error):
         for worker in self.children():
             os.kill(worker, signal.SIGKILL)
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    def text(self) -> str:
-        return self.log.read_text()
+        super().__exit__(*error)
 
     def wait_for(self, happened):
         deadline = time.monotonic() + 60
@@ -118,26 +107,11 @@ class Training:
         found = subprocess.run(["pgrep", "--parent", ranks], capture_output=True)
         return set(map(int, found.stdout.split()))
 
-    def join(self) -> list:
-        """Return the exit status of every rank."""
-        for process in self.processes:
-            process.join(60)
-        return [process.exitcode for process in self.processes]
-
-
-def start_main(example: str, arguments, log: Path, **environment: str):
-    """Do what `python main.py` does, in a process that has imported most of it."""
-    log.touch()
-    passed_on = {name: os.environ[name] for name in ("PATH", "HOME")}
-    environment |= {**passed_on, "CUDA_VISIBLE_DEVICES": ""}
-    process = forkserver().Process(
-        target=run_main, args=(example, arguments, log, environment)
-    )
-    process.start()
-    return process
-
 
 def run_main(example: str, arguments, log: Path, environment: dict):
+    """Do what `python main.py` does, in a process that has imported most of it."""
+    passed_on = {name: os.environ[name] for name in ("PATH", "HOME")}
+    environment = passed_on | {"CUDA_VISIBLE_DEVICES": ""} | environment
     torch.set_num_threads(1)
     # As in a process that no forkserver has made.
     multiprocessing.set_start_method("fork", force=True)

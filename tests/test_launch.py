@@ -140,10 +140,9 @@ def test_variables_of_the_cluster(jobs, archive):
     result = jobs.sbatch("multi_node", *flags, "job.sh", *ONE_EPOCH, **env)
     result.trained(2, batch_size=4)
     for node in ("node1", "node2"):
-        on_node = jobs.cluster.namespaces(node)
-        listing = jobs.run([*on_node, "ls", "/tmp/local disk/data/cifar-10-batches-py"])
+        listing = jobs.on(node, "ls", "/tmp/local disk/data/cifar-10-batches-py")
         assert "test_batch" in listing.output, node
-        jobs.run([*on_node, "rm", "-r", "/tmp/local disk"])
+        jobs.on(node, "rm", "-r", "/tmp/local disk")
 
 
 def test_two_jobs_at_once_on_one_node(jobs):
@@ -171,7 +170,7 @@ def test_job_that_submits_the_next(user, tmp_path):
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/bash\nsource ./job.sh {shlex.join(arguments)}\n{then}\n")
     first = user.sbatch("imagenet", *flags, script)
-    second = user.wait(re.findall(r"^\d+$", first.output, re.MULTILINE)[-1])
+    second = user.wait(first.find(r"^\d+$")[-1])
     for result in (first, second):
         assert result.state == "COMPLETED", result
         where = f"/tmp/slurm-job-{result.job}/data"
@@ -205,6 +204,6 @@ def test_synthetic_under_salloc(jobs):
     ((_, accuracy),) = TEST_LINE.findall(result.output)
     assert float(accuracy) >= 60, result
     bar = r"^Epoch 1: .*?(\d+)/129 .*, loss=\d\.\d\d\d\]$"
-    shown = re.findall(bar, result.output, re.MULTILINE)
+    shown = result.find(bar)
     assert shown and len(shown) == len(set(shown)), result
     assert "\r" not in result.output, result

@@ -2,15 +2,13 @@
 
 import html
 import re
-import subprocess
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import update_readmes
+from slurm_jobs import REPOSITORY, call
 from update_readmes import DIFFS
 
-REPOSITORY = Path(__file__).parent.parent
 # The group docs is not in .venv. It gets an environment of its own,
 # of 28 small packages: 4 s.
 COMMAND = "uv run --isolated --only-group docs --locked sphinx-build -W -c docs . site"
@@ -43,8 +41,8 @@ def site(tmp_path_factory) -> dict[str, Page]:
     """The pages of the site, by their path in it."""
     folder = tmp_path_factory.mktemp("site")
     command = [*COMMAND.split()[:-1], str(folder)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = call(command, cwd=REPOSITORY)
+    assert result.exit_code == 0, result
     return {
         str(path.relative_to(folder)): Page(path.resolve())
         for path in folder.rglob("*.html")
@@ -88,23 +86,15 @@ def test_no_link_is_broken(site):
 @pytest.mark.parametrize("old, new", DIFFS)
 def test_diff_is_whole(site, old, new):
     texts = [(REPOSITORY / name).read_text().splitlines() for name in (old, new)]
-    marks = [line[0] for line in update_readmes.diff(*texts)]
     cells = site[f"diff/{new}.html"].cells
-    for side, sign, column, text in zip(
-        ("old", "new"), "-+", (cells[::2], cells[1::2]), texts, strict=True
-    ):
-        kinds = [
-            {" ": "same", sign: side}[mark] for mark in marks if mark in f" {sign}"
-        ]
-        expected = [
-            (kind, str(number), line)
-            for number, (kind, line) in enumerate(zip(kinds, text, strict=True), 1)
-        ]
+    columns = (cells[::2], cells[1::2])
+    for side, column, text in zip(("old", "new"), columns, texts, strict=True):
         lines = [cell for cell in column if cell[0] != "none"]
-        assert [cell[:3] for cell in lines] == expected
+        expected = [(str(number), line) for number, line in enumerate(text, 1)]
+        assert [cell[1:3] for cell in lines] == expected
         # The changed words are in changed lines.
         assert {cell[0] for cell in lines if cell[3]} == {side}
-    for left, right in zip(cells[::2], cells[1::2], strict=True):
+    for left, right in zip(*columns, strict=True):
         assert (left[0] == "same") == (right[0] == "same")
         assert left[0] != "same" or left[2] == right[2]
     link = "../" + f"diff/{new}.html"

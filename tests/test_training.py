@@ -7,7 +7,6 @@ process group (gloo) on this machine's CPU. Only the model and the images are sm
 import collections
 import contextlib
 import functools
-import importlib.util
 import io
 import itertools
 import os
@@ -19,7 +18,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from test_checkpoint import REPOSITORY, run_ranks
+from test_checkpoint import load_module, run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -51,11 +50,7 @@ pytestmark = pytest.mark.timeout(180)
 @functools.cache
 def load_example(name: str) -> ModuleType:
     """Return the main.py of an example as a module."""
-    path = REPOSITORY / name / "main.py"
-    spec = importlib.util.spec_from_file_location(f"{name}_main", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(f"{name}/main.py")
 
 
 def run_example(example: str, world_size: int, work, *args) -> list:
@@ -377,12 +372,3 @@ def test_steps_neither_wait_nor_talk(example):
         # The gradients are one bucket here.
         assert growth.pop("c10d::allreduce_", 0) == (4 if world_size == 2 else 0)
         assert not any(growth.values()), growth
-
-
-def test_global_batch_larger_than_the_training_set():
-    with pytest.raises(SystemExit) as end:
-        load_example("multi_node").count_steps(108, 128, 2)
-    assert str(end.value) == (
-        "main.py: error: a step takes 128 samples and there are only 108 to train on: "
-        "choose --batch-size 54 or less"
-    )

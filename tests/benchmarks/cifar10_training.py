@@ -19,13 +19,7 @@ from side_by_side import (
 
 
 def main() -> None:
-    parser = cifar10_parser(__doc__, rounds=3)
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="compile the model of the example, and that of the limit",
-    )
-    args = parser.parse_args()
+    args = cifar10_parser(__doc__, rounds=3).parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     example = load_example("single_gpu")
     steps = args.samples // args.batch_size
@@ -35,9 +29,6 @@ def main() -> None:
         example.build_model().to(device, memory_format=torch.channels_last)
         for _ in range(2)
     )
-    if args.compile:
-        model.compile()
-        bare_model.compile()
     bare_sgd, _ = build_optimizer(example, bare_model, args.batch_size, steps)
 
     with cifar10_folder(args) as folder:

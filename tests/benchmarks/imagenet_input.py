@@ -106,9 +106,9 @@ def stage(args: argparse.Namespace, scratch: Path, name: str, *flags: str) -> Pa
     return scratch / name
 
 
-def load(example, data_dir: Path, args: argparse.Namespace, *flags: str):
+def load(example, data_dir: Path, args: argparse.Namespace):
     """Return the training set of main.py."""
-    flags += f"--data-dir={data_dir}", f"--limit-train-samples={args.samples}"
+    flags = f"--data-dir={data_dir}", f"--limit-train-samples={args.samples}"
     return example.load_data(parse_args(example, *flags))[0]
 
 

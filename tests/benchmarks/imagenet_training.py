@@ -2,8 +2,8 @@
 
 The usual way is torchvision's ImageFolder with v2 transforms on PIL images, float32,
 and `.item()` in every step. The limit is forward, backward and step of the example's
-model on one batch in memory. Between them: the example on staged and on made-up
-images. `taskset --cpu-list 0-3` before it tells how far four cores reach.
+model on one batch in memory. `taskset --cpu-list 0-3` before it tells how far four
+cores reach.
 """
 
 import tempfile
@@ -39,11 +39,8 @@ def main() -> None:
         tree = image_folder(stage(args, scratch, "tree", "--extract"), args)
         staged = load(example, copied, args)
         args.samples = len(staged)
-        synthetic = load(example, copied, args, "--synthetic")
         # As main.py does, before CUDA and NCCL are up.
-        staged_loader, synthetic_loader = (
-            example.build_loader(part, args.workers) for part in (staged, synthetic)
-        )
+        loader = example.build_loader(staged, args.workers)
         settings = parse_args(
             example,
             f"--model={args.model}",
@@ -61,7 +58,7 @@ def main() -> None:
             model = model.to(device, memory_format=torch.channels_last)
             return model, *build_optimizer(example, model, args.batch_size, steps)
 
-        def shipped(loader):
+        def shipped():
             model, optimizer, scheduler = make_model()
             run = example.Run(model, optimizer, scheduler, {}, args.batch_size)
             ddp_model = distribute(model)
@@ -94,8 +91,7 @@ def main() -> None:
             "ImageFolder, v2 on PIL, float32, .item()": lambda: train_as_usual(
                 usual_model, usual_sgd, pil
             ),
-            "imagenet/main.py": shipped(staged_loader),
-            "imagenet/main.py --synthetic": shipped(synthetic_loader),
+            "imagenet/main.py": shipped(),
             "forward, backward, step on one batch": lambda: train_plainly(
                 bare_model, bare_sgd, [(images, labels)] * steps
             ),

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -179,7 +178,7 @@ def describe_machine() -> str:
     """Name the processor, how busy it is, PyTorch, and the GPU if there is one."""
     named = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     parts = [
-        named[1] if named else platform.machine(),
+        named[1] if named else "?",
         f"{len(os.sched_getaffinity(0))} cores",
         f"load {os.getloadavg()[0]:.1f}",
         f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads",

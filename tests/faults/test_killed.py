@@ -5,7 +5,6 @@ import random
 import re
 import signal
 import time
-from datetime import datetime
 
 import pytest
 from slurm_jobs import EPOCHS, every_case, weights
@@ -55,7 +54,7 @@ def test_killed(user, undisturbed, moment):
         assert "\nEpoch 1: " not in output, output
     result = user.wait(job)
     assert weights(result) == undisturbed
-    assert user.show(job)["Restarts"] == "1"
+    assert result.restarts == 1
 
 
 def test_rank_0_raises(user, undisturbed):
@@ -81,7 +80,7 @@ def test_data_loader_worker(user, undisturbed, number):
     assert user.kill("node2", "main.py", number, age="--newest") == 0
     result = user.wait(job)
     assert weights(result) == undisturbed
-    assert user.show(job)["Restarts"] == ("1" if number == signal.SIGKILL else "0")
+    assert result.restarts == (1 if number == signal.SIGKILL else 0)
     if number == signal.SIGKILL:
         assert re.search(
             "RuntimeError: DataLoader worker .* is killed by signal", result.output
@@ -98,11 +97,11 @@ def test_rank_sleeps_for_ever(user, undisturbed, rank):
     user.until(job, named, timeout=40)
     result = user.wait(job)
     assert weights(result) == undisturbed
-    assert user.show(job)["Restarts"] == "1"
+    assert result.restarts == 1
     other = rf"^error: rank {1 - rank} on node{2 - rank} has not moved for \d+ s"
-    assert re.search(other, result.output, re.MULTILINE), result
+    assert result.find(other), result
     stack = r"^  File .*main.py\", line \d+ in train$"
-    assert re.search(stack, result.output, re.MULTILINE), result
+    assert result.find(stack), result
 
 
 def test_killed_without_progress(user):
@@ -115,8 +114,8 @@ def test_killed_without_progress(user):
     assert user.kill("node2", "main.py") == 0
     result = user.wait(job)
     assert result.state == "FAILED", result
-    assert user.show(job)["Restarts"] == "1"
-    (error,) = re.findall("^job.sh: error: .*", result.output, re.MULTILINE)
+    assert result.restarts == 1
+    (error,) = result.find("^job.sh: error: .*")
     assert "no new checkpoint since this start: not requeued" in error, result
 
 
@@ -127,15 +126,7 @@ def test_random_moments(user, kills, epochs):
 
     A user starts it again where it gave up.
     """
-    seed = time.time_ns() % 2**32
-    print(f"seed {seed}")
-    chance = random.Random(seed)
-    whole = user.wait(user.train(f"--epochs={epochs}"))
-    undisturbed, told = weights(whole), user.show(whole.job)
-    start, end = (
-        datetime.fromisoformat(told[name]) for name in ("StartTime", "EndTime")
-    )
-    longest = min(15, 0.7 * (end - start).total_seconds())
+    undisturbed = weights(user.wait(user.train(f"--epochs={epochs}")))
     job = user.train(f"--epochs={epochs}", "--save-steps=2")
     for kill in range(kills):
         user.until_found(
@@ -144,21 +135,15 @@ def test_random_moments(user, kills, epochs):
             "start",
             60,
         )
-        delay = chance.uniform(0, longest)
+        delay = random.uniform(0, 12)
         user.run(["sleep", f"{delay:.2f}"])  # the moment that was drawn
-        node, age = (
-            chance.choice(["node1", "node2"]),
-            chance.choice(["--oldest", "--newest"]),
-        )
+        node = random.choice(["node1", "node2"])
+        age = random.choice(["--oldest", "--newest"])
         if user.show(job)["JobState"] != "RUNNING":
             assert kill > 0, "it was over before"
             break
-        where = user.log(job).splitlines()[-1:]
         killed = user.kill(node, "", age=age) == 0
-        print(
-            f"kill {kill}: {delay:.2f} s after start, {node} {age}, {killed=}, "
-            f"after {where}"
-        )
+        print(f"kill {kill}: {delay:.2f} s after start, {node} {age}, {killed=}")
         if killed:
             restarts = user.show(job)["Restarts"]
             user.until_found(

@@ -1,12 +1,11 @@
 """Jobs that share a node or start in odd places."""
 
-import re
 import shutil
 import socket
 from pathlib import Path
 
 import pytest
-from slurm_jobs import EPOCHS, PICTURES, TINY, TWO, every_case, weights
+from slurm_jobs import EPOCHS, PICTURES, TWO, every_case, weights
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -17,8 +16,8 @@ def test_same_port(user):
     first = user.train("--epochs=40", flags=one, MASTER_PORT="23456")
     user.until(first, "^World size")
     second = user.wait(user.train(*EPOCHS, flags=one, MASTER_PORT="23456"))
-    assert second.state == "FAILED" and user.show(second.job)["Restarts"] == "0", second
-    (error,) = re.findall("^main.py: error: .*", second.output, re.MULTILINE)
+    assert (second.state, second.restarts) == ("FAILED", 0), second
+    (error,) = second.find("^main.py: error: .*")
     assert "MASTER_PORT=23456" in error and "address already in use" in error, second
     user.until(first, "^Epoch 2: ")
     assert "to be requeued" not in user.cancel(first).output
@@ -45,8 +44,9 @@ def test_stranger_at_the_port(user, undisturbed, when):
     else:
         user.until_found(job, speak, "listener", 120, 0.001)
         assert "World size" not in user.log(job)
-    assert weights(user.wait(job)) == undisturbed
-    assert user.show(job)["Restarts"] == "0"
+    result = user.wait(job)
+    assert weights(result) == undisturbed
+    assert result.restarts == 0
     assert not speak()  # it is open no longer than the job
 
 
@@ -67,75 +67,17 @@ def test_quotes_and_spaces(user, tmp_path, undisturbed):
     )
     result = user.wait(job)
     for node in ("node1", "node2"):
-        on_node = user.cluster.namespaces(node)
-        assert user.run([*on_node, "test", "-d", disk / "data"]).exit_code == 0
-        user.run([*on_node, "rm", "-r", disk])
+        assert user.on(node, "test", "-d", disk / "data").exit_code == 0
+        user.on(node, "rm", "-r", disk)
     assert weights(result) == undisturbed
     assert (folder / "best.pt").exists()
-
-
-def test_output_folder_missing(user, tmp_path):
-    """Slurm 22.05 fails without a log; later ones make the folder. Nothing is left."""
-    output = tmp_path / "missing" / "%j.out"
-    result = user.run(
-        ["sbatch", "--parsable", f"--output={output}", *TWO, "job.sh", *TINY, *EPOCHS],
-        "imagenet",
-    )
-    job = result.output.strip()
-    ended = user.wait(job)
-    log = output.with_name(f"{job}.out")
-    if user.slurm_version() < (23, 2):
-        assert ended.state == "FAILED" and not log.exists(), ended
-    else:
-        assert ended.state == "COMPLETED" and "Weights SHA-256" in log.read_text(), (
-            ended
-        )
-
-
-def test_main_without_srun(user, tmp_path):
-    """In a batch script, main.py would wait for tasks that do not exist: it says so."""
-    script = "cd imagenet && uv run --no-sync python main.py --synthetic " + " ".join(
-        TINY
-    )
-    result = user.sbatch(
-        "", "--nodes=2", *TWO, f"--wrap={script}", TMPDIR=str(tmp_path)
-    )
-    assert result.state == "FAILED", result
-    assert re.findall("^main.py: .*", result.output, re.MULTILINE) == [
-        "main.py: error: this is none of the 2 tasks of the job: "
-        "start main.py with srun"
-    ]
-
-
-def test_torchrun_in_srun_in_salloc(user, tmp_path):
-    torchrun = (
-        "uv run --no-sync torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d"
-    )
-    script = f"""
-        export OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
-        node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-        srun {torchrun} --rdzv-endpoint="$node:29400" \\
-            main.py --synthetic --limit-train-samples=160 \\
-            --limit-valid-samples=24 {" ".join(TINY)} --epochs=1
-    """
-    command = ["salloc", "--nodes=2", *TWO, "bash", "-euc", script]
-    # torch leaves folders there.
-    result = user.run(command, "imagenet", TMPDIR=str(tmp_path))
-    assert result.exit_code == 0, result
-    assert (
-        result.output.count("Weights SHA-256") == 1 and "World size 2" in result.output
-    ), result
 
 
 @pytest.mark.parametrize("tasks", every_case(4, 24))
 def test_many_tasks_start_at_once(user, tasks):
     """All of them start uv and import torch at once, without a way to the internet."""
-    flags = [
-        f"--ntasks-per-node={tasks // 2}",
-        "--gpus-per-node=0",
-        "--cpus-per-task=1",
-        "--mem=16G",
-    ]
+    flags = f"--ntasks-per-node={tasks // 2} --gpus-per-node=0 --cpus-per-task=1"
+    flags = [*flags.split(), "--mem=16G"]
     arguments = ["--epochs=1", "--batch-size=1", "--image-size=64", "--workers=0"]
     result = user.wait(user.train(*arguments, flags=flags), timeout=800)
     weights(result, pictures=PICTURES - PICTURES % tasks)
@@ -146,26 +88,11 @@ def test_many_tasks_start_at_once(user, tasks):
 @pytest.mark.parametrize("count, at_once", every_case((6, 3), (100, 50)))
 def test_many_short_jobs(user, count, at_once):
     """An array of short jobs: none is lost."""
-    flags = [
-        "--nodes=1",
-        "--ntasks=1",
-        "--cpus-per-task=1",
-        "--mem=1G",
-        f"--array=1-{count}%{at_once}",
-    ]
-    flags += [
-        f"--output={user.logs}/%A_%a.out",
-        "--ntasks-per-node=1",
-        "--gpus-per-node=0",
-    ]
-    array = user.train(
-        "--epochs=1",
-        "--model=dummy",
-        "--workers=0",
-        flags=flags,
-    )
-    results = [
-        user.wait(f"{array}_{task}", timeout=3000) for task in range(1, count + 1)
-    ]
+    flags = "--nodes=1 --ntasks-per-node=1 --gpus-per-node=0 --cpus-per-task=1 --mem=1G"
+    flags += f" --array=1-{count}%{at_once} --output={user.logs}/%A_%a.out"
+    arguments = ["--epochs=1", "--model=dummy", "--workers=0"]
+    array = user.train(*arguments, flags=flags.split())
+    tasks = range(1, count + 1)
+    results = [user.wait(f"{array}_{task}", timeout=3000) for task in tasks]
     # Each has a seed of its own.
     assert len({weights(result) for result in results}) == count

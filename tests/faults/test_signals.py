@@ -40,20 +40,10 @@ def warn_stopped(user: User, job: str, rank: int) -> None:
     os.kill(rank, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(
-    "moments",
-    [
-        [
-            "*-step-000003.pt",
-            "*-step-000009.pt",
-            "*-step-000016.pt",
-            "epoch-002-step-000006.pt",
-        ]
-    ],
-)
-def test_four_warnings(user, undisturbed, moments):
+def test_four_warnings(user, undisturbed):
     """Four times in a row the time limit comes near; the job saves and comes back."""
     job = user.train(*EPOCHS, "--save-steps=3")
+    moments = "001-step-000003 001-step-000009 001-step-000016 002-step-000006".split()
     for requeues, moment in enumerate(moments, 1):
         user.until_found(
             job,
@@ -62,14 +52,14 @@ def test_four_warnings(user, undisturbed, moments):
             120,
         )
         rank = user.pid("node2", "main.py")
-        user.until_file(job, moment)
+        user.until_file(job, f"epoch-{moment}.pt")
         stop(rank)  # the last steps must not be over when the warning comes
         warn_stopped(user, job, rank)
         user.until(job, f"^Job .* requeued {requeues} times$")
     result = user.wait(job)
     assert weights(result) == undisturbed
     assert len(ASKED_TO_STOP.findall(result.output)) == 4
-    assert user.show(job)["Restarts"] == "4"
+    assert result.restarts == 4
 
 
 def test_requeue_by_hand(user, undisturbed):
@@ -82,12 +72,11 @@ def test_requeue_by_hand(user, undisturbed):
     # What another cluster's habits may send to job.sh does not end it.
     assert user.run(["scancel", "--batch", "--signal=USR1", job]).exit_code == 0
     assert user.run(["scontrol", "requeue", job]).exit_code == 0
-    node1 = user.cluster.namespaces("node1")
 
     def job_sh_has_ended() -> bool:
         stop(rank)  # Slurm makes it go on, so that it takes the signal to end
         # It may still be saving, with files there.
-        there = user.run([*node1, "test", "-d", f"/tmp/slurm-job-{job}"])
+        there = user.on("node1", "test", "-d", f"/tmp/slurm-job-{job}")
         assert there.exit_code == 0, user.log(job)
         return "slurm_script" not in user.cluster.processes("node1")
 
@@ -97,11 +86,9 @@ def test_requeue_by_hand(user, undisturbed):
     assert user.show(job)["Requeue"] == "1"  # whatever happens next, too
     result = user.wait(job)
     assert weights(result) == undisturbed
-    assert user.show(job)["Restarts"] == "1"
+    assert result.restarts == 1
     assert len(ASKED_TO_STOP.findall(result.output)) == 1, result
-    assert re.search(r"^Resuming from .*-step-\d+.pt$", result.output, re.MULTILINE), (
-        result
-    )
+    assert result.find(r"^Resuming from .*-step-\d+.pt$"), result
 
 
 def test_array(user, undisturbed):
@@ -135,10 +122,11 @@ def test_array(user, undisturbed):
     result = user.wait(last)
     assert weights(result) == undisturbed
     assert result.output.count(", 0 requeues to go\n") == 2
-    assert [user.show(task)["Restarts"] for task in (first, last)] == ["0", "1"]
+    assert result.restarts == 1 and user.show(first)["Restarts"] == "0"
     warn_stopped(user, first, ranks[first])
-    assert weights(user.wait(first)) == undisturbed
-    assert user.show(first)["Restarts"] == "1"
+    result = user.wait(first)
+    assert weights(result) == undisturbed
+    assert result.restarts == 1
 
 
 @pytest.mark.parametrize("seconds", every_case(4, 25))
@@ -153,8 +141,9 @@ def test_suspended(user, undisturbed, seconds):
     # The length of the suspension, not a wait for something.
     user.run(["sleep", seconds])
     assert user.run(["scontrol", "resume", job]).exit_code == 0
-    assert weights(user.wait(job)) == undisturbed
-    assert seconds > 15 or user.show(job)["Restarts"] == "0"
+    result = user.wait(job)
+    assert weights(result) == undisturbed
+    assert seconds > 15 or result.restarts == 0
 
 
 @pytest.mark.parametrize("grace", every_case(15, 0))
@@ -178,7 +167,7 @@ def test_preempted(user, undisturbed, grace):
     # 22.05 and 26.05 do not.
     remembered = grace and (24, 5) <= user.slurm_version() < (26, 5)
     assert weights(result, "PREEMPTED" if remembered else "COMPLETED") == undisturbed
-    assert user.show(job)["Restarts"] == "1"
+    assert result.restarts == 1
     assert len(ASKED_TO_STOP.findall(result.output)) == 1, result
 
 
@@ -201,9 +190,9 @@ def test_warned(user, undisturbed, moment):
         user.warn(job)
         result = user.wait(job)
         assert result.state == "FAILED", result
-        (message,) = re.findall(r"^job.sh: error: .*", result.output, re.MULTILINE)
+        (message,) = result.find(r"^job.sh: error: .*")
         assert re.fullmatch(NO_PROGRESS, message), result
-        assert user.show(job)["Restarts"] == "0"
+        assert result.restarts == 0
         return
     if moment == "save":
         rank = user.stop_in_a_save(job)
@@ -226,17 +215,12 @@ def test_warned(user, undisturbed, moment):
     result = user.wait(job)
     assert weights(result) == undisturbed
     saved = {
-        "first step": [r"step [12] of epoch 1"],
-        "save": [r"step \d+ of epoch \d"],
-        "last steps": [r"step 1[56] of epoch 2"],
-        # Nothing agrees any more: it ends as if it had not been warned.
-        "after the last epoch": [],
+        "first step": "step [12] of epoch 1",
+        "save": r"step \d+ of epoch \d",
+        "last steps": "step 1[56] of epoch 2",
     }
-    said = [
-        f"step {step} of epoch {epoch}"
-        for step, epoch in ASKED_TO_STOP.findall(result.output)
-    ]
-    assert len(said) == len(saved[moment]) and all(
-        map(re.fullmatch, saved[moment], said)
-    ), result
-    assert user.show(job)["Restarts"] == str(len(said))
+    said = result.find("^Asked to stop: saved (.*), to go on from there$")
+    # After the last epoch, nothing agrees any more:
+    # it ends as if it had not been warned.
+    assert len(said) == result.restarts == (moment in saved), result
+    assert all(re.fullmatch(saved[moment], words) for words in said), result

@@ -11,16 +11,15 @@ ARGUMENTS = ["--epochs=30", "--save-steps=2", "--timeout=15"]
 
 
 class Monkey:
-    """Does things to a job, by a seed, and undoes what administrators would repair."""
+    """Does things to a job, and undoes what administrators would repair."""
 
-    def __init__(self, user: User, seed: int):
+    def __init__(self, user: User):
         self.user = user
-        self.chance = random.Random(seed)
 
     def strike(self, job: str) -> str:
         """Do one thing to a job; return in words what it was."""
         cluster, kill = self.user.cluster, self.user.kill
-        node = self.chance.choice(["node1", "node2"])
+        node = random.choice(["node1", "node2"])
         moments = {
             f"SIGKILL to the rank on {node}": lambda: kill(node, "main.py"),
             f"SIGKILL to the newest process on {node}": lambda: kill(
@@ -45,8 +44,8 @@ class Monkey:
                 lambda: self.run(f"scontrol resume {job}"),
             ),
             "no route between the nodes": (
-                lambda: self.route("add"),
-                lambda: self.route("del"),
+                lambda: self.user.route("add"),
+                lambda: self.user.route("del"),
             ),
             f"no network on {node}": (
                 lambda: cluster.cable(node, "down"),
@@ -55,12 +54,12 @@ class Monkey:
             f"{node} without power": (lambda: cluster.crash(node), cluster.revive),
             "no controller": (lambda: cluster.crash("controller"), cluster.revive),
         }
-        what = self.chance.choice([*moments, *faults])
+        what = random.choice([*moments, *faults])
         if what in moments:
             moments[what]()
             return what
         begin, end = faults[what]
-        seconds = self.chance.choice([3, 25])  # a moment, or longer than ranks wait
+        seconds = random.choice([3, 25])  # a moment, or longer than ranks wait
         begin()
         time.sleep(seconds)
         end()
@@ -81,17 +80,10 @@ class Monkey:
         paths = sorted(self.user.checkpoints(job).glob("epoch-*.pt"))
         if len(paths) > 1:
             content = bytearray(paths[-1].read_bytes())
-            flipped = 1 << self.chance.randrange(8)
-            content[self.chance.randrange(len(content))] ^= flipped
+            flipped = 1 << random.randrange(8)
+            content[random.randrange(len(content))] ^= flipped
             paths[-1].write_bytes(content)
         self.user.kill("node1", "main.py")
-
-    def route(self, change: str) -> None:
-        """Let node1 and node2 drop what goes to the other, or no longer."""
-        cluster = self.user.cluster
-        for here, there in (("node1", "node2"), ("node2", "node1")):
-            route = ["ip", "route", change, "blackhole", cluster.address(there)]
-            self.user.run([*cluster.namespaces(here), *route])
 
     def repair(self, job: str) -> str:
         """Start what failed again, as users do; return the state the job was in."""
@@ -111,18 +103,16 @@ class Monkey:
 @pytest.mark.timeout(0)
 def test_soak(user, nothing_left, pytestconfig):
     """Every job ends with the weights of one that nothing has happened to."""
-    seed = pytestconfig.getoption("soak_seed") or time.time_ns() % 2**32
     minutes = pytestconfig.getoption("soak")
-    print(f"\nseed {seed}", flush=True)
     undisturbed = weights(user.wait(user.train(*ARGUMENTS), timeout=600))
-    monkey = Monkey(user, seed)
-    jobs, faults = 0, 0
+    monkey = Monkey(user)
+    jobs = faults = 0
     end = time.monotonic() + 60 * minutes
     while time.monotonic() < end:
         job, state = user.train(*ARGUMENTS), "PENDING"
         jobs += 1
         while state not in ("COMPLETED", "PREEMPTED", "CANCELLED"):
-            time.sleep(monkey.chance.uniform(1, 50))
+            time.sleep(random.uniform(1, 50))
             state = monkey.repair(job)
             if state == "RUNNING" and time.monotonic() < end:
                 faults += 1

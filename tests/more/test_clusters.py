@@ -7,7 +7,7 @@ import time
 import cluster as slurm
 import pytest
 from first_aid import user_of
-from slurm_jobs import REPOSITORY
+from slurm_jobs import REPOSITORY, call
 
 PAGE = (REPOSITORY / "docs" / "clusters.rst").read_text()
 # By the first word of a cluster's paragraph: a node, as its documentation has them.
@@ -103,14 +103,10 @@ def test_lines_fit_the_cluster(shaped, name):
 )
 def test_the_command_takes_uv_out_of_a_job_script(path):
     (command,) = re.findall(r"^    sed -i ('s.*') job\.sh$", PAGE, re.MULTILINE)
-    edited = subprocess.run(
-        ["sed", command[1:-1], path], capture_output=True, text=True, check=True
-    ).stdout
+    edited = call(["sed", command[1:-1], path]).output
     in_code = re.compile(r"^[^#\n]*\buv\b", re.MULTILINE)
     assert in_code.search(path.read_text()) and not in_code.search(edited)
-    syntax = subprocess.run(
-        ["bash", "-n"], input=edited, capture_output=True, text=True
-    )
-    assert syntax.returncode == 0, syntax.stderr
+    syntax = call(["bash", "-nc", edited])
+    assert syntax.exit_code == 0, syntax
     # The place that the page names.
     assert edited.index("# EDIT") < edited.index("set -euo pipefail")

@@ -1,6 +1,5 @@
 """docs/sharded: it trains as DDP does, and a job goes on where the last one was."""
 
-import re
 import shutil
 
 import pytest
@@ -16,7 +15,7 @@ def losses(result: Result) -> dict[str, str]:
     """Assert that the job was done; return each epoch's loss, as printed."""
     assert result.state == "COMPLETED", result
     line = r"^Epoch (\d): loss (\d\.\d{4}) over 4096 samples$"
-    return dict(re.findall(line, result.output, re.MULTILINE))
+    return dict(result.find(line))
 
 
 def test_sharded(jobs, tmp_path):

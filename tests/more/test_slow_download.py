@@ -14,27 +14,22 @@ from test_launch import ONE_EACH, ONE_EPOCH, SMALL, TWO_EACH
 
 @contextlib.contextmanager
 def serve_slowly(path: Path, address: str):
-    """Serve a file to nodes, a byte a second, until `go` is set.
+    """Serve a file to nodes, but nothing of it before `go` is set.
 
     Give its URL, to which anything may be added, the requests that came, and `go`.
     """
     go, requests = threading.Event(), queue.Queue()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.send_response(200)
-            self.send_header("Content-Length", str(path.stat().st_size))
-            self.end_headers()
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def translate_path(self, _):
+            return str(path)
 
-        def do_GET(self):
-            self.do_HEAD()
+        def copyfile(self, source, outputfile):
             if self.headers["Method"] == "HEAD":  # torchvision looks for redirections
                 return
             requests.put(self.path)
-            with path.open("rb") as file:
-                while not go.wait(1):
-                    self.wfile.write(file.read(1))
-                self.wfile.write(file.read())
+            go.wait()
+            super().copyfile(source, outputfile)
 
         def log_message(self, *_):
             pass
@@ -63,16 +58,10 @@ def test_slow_download(jobs, archive, tmp_path):
         ThreadPoolExecutor() as pool,
         serve_slowly(archive, machine) as (url, requests, go),
     ):
-        env = [
-            {
-                "CIFAR10_ARCHIVE": "",
-                "CIFAR10_URL": f"{url}/{start}",
-                "MASTER_PORT": port,
-            }
-            for start, port in (("sbatch", "23457"), ("salloc", "23458"))
-        ]
-        four = pool.submit(jobs.sbatch, *job, **env[0])
-        two = pool.submit(jobs.run, salloc, "multi_node", **env[1])
+        env = {"CIFAR10_ARCHIVE": "", "CIFAR10_URL": f"{url}/sbatch"}
+        four = pool.submit(jobs.sbatch, *job, MASTER_PORT="23457", **env)
+        env |= {"CIFAR10_URL": f"{url}/salloc"}
+        two = pool.submit(jobs.run, salloc, "multi_node", MASTER_PORT="23458", **env)
         downloads = sorted(requests.get(timeout=120) for _ in range(3))
         assert downloads == ["/salloc", "/sbatch", "/sbatch"]
         # Rank 0 listens there from the moment when it joins.

@@ -5,7 +5,6 @@ that really sleep, are stopped and are killed. TensorBoard and W&B read what is 
 """
 
 import argparse
-import contextlib
 import importlib
 import json
 import logging
@@ -17,14 +16,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_checkpoint import REPOSITORY, forkserver, run_ranks
+from test_checkpoint import Started, run_rank, run_ranks
+from test_imagenet_training import Training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,51 +39,24 @@ watch = importlib.import_module("watch")
 # Processes
 
 
-class Ranks:
-    """Ranks that run `work(*args)` in a process group, and all that they print."""
-
-    def __init__(self, log: Path, world_size: int, work, *args):
-        self.log = log
-        log.touch()
-        job = (log, world_size, work, args)
-        self.processes = [
-            forkserver().Process(target=run_rank, args=(rank, *job))
-            for rank in range(world_size)
-        ]
-        for process in self.processes:
-            process.start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    def text(self) -> str:
-        return self.log.read_text()
-
-    def join(self) -> str:
-        """Wait until all ranks have ended well, and return the log."""
-        for process in self.processes:
-            process.join(60)
-            assert process.exitcode == 0, self.text()
-        return self.text()
-
-    def end_with_the_first(self) -> str:
-        """Kill all when the first one has ended, as srun does, and return the log."""
-        sentinels = [process.sentinel for process in self.processes]
-        multiprocessing.connection.wait(sentinels, timeout=60)
-        statuses = {process.exitcode for process in self.processes} - {None}
-        for process in self.processes:
-            process.kill()
-        assert statuses == {1}, self.text()
-        return self.text()
+def start_ranks(log: Path, world_size: int, work, *args) -> Started:
+    """Start ranks that run `work(*args)` in a process group."""
+    job = (log, world_size, tempfile.mkdtemp(dir=log.parent), work, args)
+    return Started(log, run_logged, [(rank, *job) for rank in range(world_size)])
 
 
-def run_rank(rank: int, log: Path, world_size: int, work, args: tuple) -> None:
-    torch.set_num_threads(1)
+def end_with_the_first(ranks: Started) -> str:
+    """Kill all when the first one has ended, as srun does, and return the log."""
+    sentinels = [process.sentinel for process in ranks.processes]
+    multiprocessing.connection.wait(sentinels, timeout=60)
+    statuses = {process.exitcode for process in ranks.processes} - {None}
+    for process in ranks.processes:
+        process.kill()
+    assert statuses == {1}, ranks.text()
+    return ranks.text()
+
+
+def run_logged(rank: int, log: Path, *job) -> None:
     for descriptor in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), descriptor)
     level = logging.INFO if rank == 0 else logging.ERROR
@@ -91,14 +64,7 @@ def run_rank(rank: int, log: Path, world_size: int, work, args: tuple) -> None:
     logging.basicConfig(
         format="%(message)s", level=level, stream=sys.stdout, force=True
     )
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = f"file://{log}.store"
-    limit = timedelta(minutes=30)  # main.py's: the watch alone ends a hang
-    dist.init_process_group("gloo", store, limit, rank=rank, world_size=world_size)
-    work(*args)
-    sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+    run_rank(rank, *job)
 
 
 def start_watch(folder: Path, timeout=600, steps_done=0, compile=False) -> watch.Watch:
@@ -164,8 +130,9 @@ def find_hanging(text: str) -> dict[int, list[str]]:
 
 def test_sleeping_rank(tmp_path):
     """All ranks show their stacks and end. They tell which one sleeps in forward()."""
-    with Ranks(tmp_path / "log", 3, train_and_hang, "forward", 2, tmp_path) as ranks:
-        text = ranks.end_with_the_first()
+    arguments = ("forward", 2, tmp_path)
+    with start_ranks(tmp_path / "log", 3, train_and_hang, *arguments) as ranks:
+        text = end_with_the_first(ranks)
     hanging = find_hanging(text)
     assert set(hanging) == {0, 1, 2}, text
     for rank, (doing, stacks) in hanging.items():
@@ -182,8 +149,9 @@ def test_stopped_rank(fault, culprit, tmp_path):
 
     While it saves, that is no slow disk.
     """
-    with Ranks(tmp_path / "log", 3, train_and_hang, fault, culprit, tmp_path) as ranks:
-        text = ranks.end_with_the_first()
+    arguments = (fault, culprit, tmp_path)
+    with start_ranks(tmp_path / "log", 3, train_and_hang, *arguments) as ranks:
+        text = end_with_the_first(ranks)
     named = re.findall(r"^error: rank (\d) on (\S+) does not", text, re.MULTILINE)
     # Rank 0 names the others, and the others name rank 0.
     assert named == [(str(culprit), HOST)] * (2 if culprit == 0 else 1), text
@@ -225,8 +193,8 @@ def work_slowly(folder: Path) -> None:
 
 def test_slow_training(tmp_path):
     """Nothing that is slow, and moves or is expected to take long, is a hang."""
-    with Ranks(tmp_path / "log", 2, work_slowly, tmp_path) as ranks:
-        assert ranks.join() == ""
+    with start_ranks(tmp_path / "log", 2, work_slowly, tmp_path) as ranks:
+        assert (ranks.join(), ranks.text()) == ([0, 0], "")
 
 
 def train_without_gloo(folder: Path) -> None:
@@ -240,8 +208,8 @@ def test_no_gloo_group(tmp_path):
 
     The rank that waits for its data says so.
     """
-    with Ranks(tmp_path / "log", 2, train_without_gloo, tmp_path) as ranks:
-        text = ranks.end_with_the_first()
+    with start_ranks(tmp_path / "log", 2, train_without_gloo, tmp_path) as ranks:
+        text = end_with_the_first(ranks)
     (warning,) = re.findall("^warning: .*", text, re.MULTILINE)
     assert "a rank that is stopped will not be named" in warning
     hanging = {rank: doing for rank, (doing, _) in find_hanging(text).items()}
@@ -282,12 +250,12 @@ def test_killed_and_resumed(tmp_path):
     """A job killed anywhere and resumed earlier has every step once in its metrics."""
     done = tmp_path / "checkpoint"
     for goal in (0, 40, 41, 150):
-        with Ranks(tmp_path / f"log {goal}", 1, track, tmp_path, 10**6) as ranks:
+        with start_ranks(tmp_path / f"log {goal}", 1, track, tmp_path, 10**6) as ranks:
             while not done.exists() or int(done.read_text()) < goal:
                 assert ranks.processes[0].is_alive(), ranks.text()
     last = int(done.read_text()) + 20
-    with Ranks(tmp_path / "log", 2, track, tmp_path, last) as ranks:
-        assert ranks.join() == ""
+    with start_ranks(tmp_path / "log", 2, track, tmp_path, last) as ranks:
+        assert (ranks.join(), ranks.text()) == ([0, 0], "")
     right = {step: 1 / step for step in range(1, last + 1)}
     assert read_tensorboard(tmp_path) == pytest.approx(right)
 
@@ -305,8 +273,9 @@ def train_without_space(folder: Path) -> None:
 
 def test_nowhere_to_write(tmp_path):
     """Without a place for its metrics a training goes on, after one warning."""
-    with Ranks(tmp_path / "log", 1, train_without_space, tmp_path) as ranks:
-        text = ranks.join()
+    with start_ranks(tmp_path / "log", 1, train_without_space, tmp_path) as ranks:
+        assert ranks.join() == [0], ranks.text()
+        text = ranks.text()
     # TensorBoard's thread ends with a traceback, which may begin on the same line.
     (warning,) = re.findall("warning: .*", text)
     assert warning.startswith("warning: no more metrics go to TensorBoard: "), text
@@ -321,45 +290,30 @@ WANDB = """--wandb=project --save-steps=1 --keep=9999 --synthetic --model=dummy
     --limit-valid-samples=8"""
 
 
-class WandbTraining:
+class WandbTraining(Training):
     """main.py with --wandb, of which every step has a checkpoint, and its log."""
 
     def __init__(self, folder: Path, *arguments: str, **env: str):
-        self.folder, self.log = folder, folder.with_suffix(".log")
-        command = [sys.executable, REPOSITORY / "imagenet/main.py", *WANDB.split()]
-        command += [f"--checkpoint-dir={folder}", *arguments]
-        outside = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-        with open(self.log, "a") as log:
-            self.process = subprocess.Popen(
-                command, env=outside | env, stdout=log, stderr=log
-            )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.process.kill()
-        self.process.wait()
+        super().__init__(folder, 1, *WANDB.split(), *arguments, **env)
 
     def step(self) -> int:
-        return len(list(self.folder.glob("epoch-*.pt")))
+        return len(list(self.checkpoints.glob("epoch-*.pt")))
 
-    def wait_for(self, step: int) -> None:
-        while self.step() < step:
-            assert self.process.poll() is None, self.log.read_text()
-            time.sleep(0.01)
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: self.step() >= step)
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.processes[0].pid, number)
 
     def signal_wandb(self, number: signal.Signals) -> None:
         """Signal W&B's process, as Slurm does with all of a job's processes."""
-        command = ["pkill", f"-{number}", "--parent", str(self.process.pid)]
+        command = ["pkill", f"-{number}", "--parent", str(self.processes[0].pid)]
         subprocess.run([*command, "wandb-core"], check=True)
 
     def end(self, status: int) -> list[str]:
         """Wait for its end, and return what it has warned of W&B."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(60)
-        assert self.process.returncode == status, self.log.read_text()
-        return re.findall("^warning: .*W&B.*", self.log.read_text(), re.MULTILINE)
+        assert self.join() == [status], self.text()
+        return re.findall("^warning: .*W&B.*", self.text(), re.MULTILINE)
 
 
 def read_wandb(file: Path) -> tuple[str, dict[int, float]]:
@@ -379,25 +333,25 @@ def test_wandb(tmp_path):
     Its process survives USR1. TERM ends it, and with it neither the training nor
     TensorBoard; what was logged a second before is there.
     """
-    folder = tmp_path / "run7"
-    with WandbTraining(folder, WANDB_MODE="offline") as first:
-        first.wait_for(20)
+    with WandbTraining(tmp_path, WANDB_MODE="offline") as first:
+        first.wait_for_step(20)
         first.signal_wandb(signal.SIGUSR1)
-        first.process.send_signal(signal.SIGUSR1)
+        first.send(signal.SIGUSR1)
         assert first.end(75) == []
     requeued_at = first.step()
-    with WandbTraining(folder, WANDB_MODE="offline") as second:
-        second.wait_for(requeued_at + 20)
+    with WandbTraining(tmp_path, WANDB_MODE="offline") as second:
+        second.wait_for_step(requeued_at + 20)
         promised = second.step()
         time.sleep(1.5)  # for which it promises to have written
         second.signal_wandb(signal.SIGTERM)
-        second.wait_for(second.step() + 50)
-        second.process.send_signal(signal.SIGUSR1)
+        second.wait_for_step(second.step() + 50)
+        second.send(signal.SIGUSR1)
         assert len(second.end(75)) == 1
 
+    folder = second.checkpoints
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     (name, losses), (again, more) = map(read_wandb, files)
-    assert name == again == "project/run7"
+    assert name == again == "project/none"
     assert list(losses) == list(range(1, requeued_at + 1))
     assert set(range(requeued_at + 1, promised)) <= set(more)
     right = read_tensorboard(folder)
@@ -411,12 +365,12 @@ def test_wandb_without_internet(tmp_path):
     env = {"WANDB_BASE_URL": "http://127.0.0.1:9", "no_proxy": "*"}
     env |= {"WANDB_API_KEY": 40 * "0", "WANDB_INIT_TIMEOUT": "10"}
     arguments = ["--timeout=6", "--epochs=1", "--limit-train-samples=8"]
-    with WandbTraining(tmp_path / "run8", *arguments, **env) as training:
+    with WandbTraining(tmp_path, *arguments, **env) as training:
         (warning,) = training.end(0)
     assert warning.startswith(
         "warning: no more metrics go to W&B (no internet? export WANDB_MODE=offline): "
     )
-    assert 2 in read_tensorboard(tmp_path / "run8")
+    assert 2 in read_tensorboard(training.checkpoints)
 
 
 # Where a step's time goes

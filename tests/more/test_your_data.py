@@ -1,6 +1,5 @@
 """docs/your_data: which rank gets which sample, and the three kinds of files."""
 
-import importlib.util
 import re
 import subprocess
 import tarfile
@@ -13,6 +12,7 @@ import pytest
 from drawn_imagenet import tar_bytes
 from PIL import Image
 from slurm_jobs import REPOSITORY, TWO
+from test_checkpoint import load_module
 from torch.utils.data import Dataset
 
 FOLDER = "docs/your_data"
@@ -30,9 +30,7 @@ class Keys(Dataset):
 
 def load(name: str) -> ModuleType:
     """Return a module of docs/your_data, without a process group."""
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / FOLDER / name)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module(f"{FOLDER}/{name}")
     module.dist = SimpleNamespace()
     return module
 

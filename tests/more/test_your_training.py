@@ -2,21 +2,15 @@
 
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
-from slurm_jobs import REPOSITORY
+from slurm_jobs import REPOSITORY, call
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-FLAGS = [
-    "--nodes=2",
-    "--ntasks-per-node=2",
-    "--gpus-per-node=2",
-    "--cpus-per-task=1",
-    "--mem=4G",
-]
+FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
+FLAGS = FLAGS.split()
 
 
 def epochs(text: str) -> list[float]:
@@ -32,9 +26,7 @@ def test_your_training(jobs, tmp_path):
     """Both learn, and the weights of the job fit the script before."""
     shutil.copy(REPOSITORY / "docs" / "your_training" / "before.py", tmp_path)
     command = [sys.executable, "before.py"]
-    before = subprocess.run(
-        command, cwd=tmp_path, check=True, capture_output=True, text=True
-    ).stdout
+    before = call(command, cwd=tmp_path).output
     folder = "docs/your_training"
     result = jobs.sbatch(folder, *FLAGS, "../../multi_node/job.sh", CIFAR10_ARCHIVE="")
     assert result.state == "COMPLETED", result
