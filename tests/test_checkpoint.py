@@ -322,13 +322,14 @@ def damage(path: Path, how: str) -> None:
     elif how == "bit":
         path.write_bytes(flip(content, len(content) // 2))
     else:
-        path.write_bytes(content[:-1])
+        path.write_bytes(b"" if how == "empty" else content[:-1])
 
 
 @pytest.mark.parametrize(
     "how, reason",
     [
         ("cut", "File is not a zip file"),
+        ("empty", "File is not a zip file"),
         ("bit", "its content does not match its CRC"),
         ("code", "it is not made of weights only, and code in it is not run"),
     ],
