@@ -68,6 +68,8 @@ finish() {
         done
         rm -rf "$SLURM_TMPDIR" || true
     fi
+    # After scancel meanwhile, a requeue would bring the job back.
+    [ -z "${ended_by_slurm:-}" ] || exit "$status"
     if [ "$status" = 0 ]; then
         # Slurm 24.11 would start a finished job again if it was preempted once.
         scontrol update JobId="$this_job" Requeue=0 || true

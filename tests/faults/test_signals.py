@@ -224,3 +224,19 @@ def test_warned(user, undisturbed, moment):
     # it ends as if it had not been warned.
     assert len(said) == result.restarts == (moment in saved), result
     assert all(re.fullmatch(saved[moment], words) for words in said), result
+
+
+def test_cancelled_while_it_tidies_up(user):
+    """Cancelled after the warning, but before its requeue, a job does not come back."""
+    job = user.train("--epochs=99", "--save-steps=3")
+    user.until_file(job, "*-step-000003.pt")
+    files = f"mkdir /tmp/slurm-job-{job}/many; cd $_; seq 500000 | xargs touch"
+    assert user.on("node2", "bash", "-c", files).exit_code == 0
+    user.warn(job)
+
+    def removes() -> bool:
+        return user.on("node2", "pgrep", "--full", "rm -rf").exit_code == 0
+
+    user.until_found(job, removes, "rm", 60, 0.01)
+    result = user.cancel(job)
+    assert (result.state, result.restarts) == ("CANCELLED", 0), result
