@@ -86,24 +86,29 @@ def test_more_tasks_than_gpus(jobs):
     )
 
 
-@pytest.mark.parametrize("folder", ["single_gpu", "multi_gpu"])
-def test_two_nodes(jobs, folder):
-    """The second node would train the same, or look for the first one."""
-    result = sbatch(jobs, folder, *TWO_NODES, "job.sh", *SYNTHETIC)
-    assert_failed(result, "^job.sh: error: several nodes: use multi_node$", times=1)
+@pytest.mark.parametrize(
+    "folder, flags, message",
+    [
+        ("single_gpu", TWO_NODES, "job.sh: error: several nodes: use multi_node"),
+        ("multi_gpu", TWO_NODES, "job.sh: error: several nodes: use multi_node"),
+        (
+            "single_gpu",
+            TWO_TASKS,
+            "main.py: error: this example is a single process: start one task, or use "
+            "multi_gpu",
+        ),
+    ],
+)
+def test_too_many_tasks(jobs, folder, flags, message):
+    """Each would train the same."""
+    result = sbatch(jobs, folder, *flags, "job.sh", *SYNTHETIC)
+    assert_failed(result, f"^{message}$")
 
 
 def test_multi_gpu_on_two_nodes_of_salloc(jobs):
     """Its ranks would look for one another on a node each."""
     result = salloc(jobs, "multi_gpu", *TWO_NODES, "srun", *MAIN)
     message = "this example is for one node: for several, use multi_node"
-    assert_failed(result, f"^main.py: error: {message}$")
-
-
-def test_single_gpu_as_several_tasks(jobs):
-    """Each would train the same."""
-    result = sbatch(jobs, "single_gpu", *TWO_TASKS, "job.sh", *SYNTHETIC)
-    message = "this example is a single process: start one task, or use multi_gpu"
     assert_failed(result, f"^main.py: error: {message}$")
 
 

@@ -487,18 +487,6 @@ def test_what_ended_jobs_have_left(imagenet, data_dir, tmp_path, monkeypatch):
     assert not left.exists()
 
 
-# What is said.
-
-
-def test_lines_in_a_file(tmp_path, data_dir):
-    """About every tenth of a step has a line, without a progress bar."""
-    drawn = draw_imagenet(tmp_path / "many", classes=24, train=1, valid=1)
-    *tenths, _ = run(drawn.source, data_dir, "--extract").splitlines()
-    assert 5 <= sum(" listed " in line for line in tenths) <= 10, tenths
-    for line in tenths:
-        assert re.fullmatch(rf"{HOST}: (listed|converted) \d+%", line), line
-
-
 # The stand-in.
 
 
