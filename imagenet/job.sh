@@ -68,8 +68,7 @@ finish() {
         done
         rm -rf "$SLURM_TMPDIR" || true
     fi
-    # After scancel meanwhile, a requeue would bring the job back.
-    [ -z "${ended_by_slurm:-}" ] || exit "$status"
+    [ -z "${ended_by_slurm:-}" ] || exit "$status" # after a scancel meanwhile
     if [ "$status" = 0 ]; then
         # Slurm 24.11 would start a finished job again if it was preempted once.
         scontrol update JobId="$this_job" Requeue=0 || true
@@ -83,8 +82,7 @@ finish() {
     exit "$status"
 }
 trap 'ended_by_slurm=yes' TERM
-# This warning is for main.py, not for this shell.
-trap : USR1
+trap : USR1 # this warning is for main.py, not for this shell
 trap finish EXIT
 
 make_folder() {
