@@ -636,9 +636,6 @@ def main() -> None:
     )
     up.add_argument("--nodes", type=int, default=2)
     up.add_argument("--gpus", type=int, default=4, help="GPUs a node (default: 4)")
-    up.add_argument(
-        "--cpus", type=int, default=64, help="CPUs a node claims to have (default: 64)"
-    )
     up.add_argument("--slurm", choices=["installed", *RELEASES], default="installed")
     up.add_argument(
         "--proctrack",
@@ -666,8 +663,9 @@ def main() -> None:
                 raise ClusterError(
                     f"one is running: SLURM_CONF={clusters[0].env['SLURM_CONF']}"
                 )
-            names = ("nodes", "gpus", "cpus", "slurm", "proctrack")
-            cluster, _ = start(**{name: getattr(args, name) for name in names})
+            names = ("nodes", "gpus", "slurm", "proctrack")
+            shape = {name: getattr(args, name) for name in names}
+            cluster, _ = start(**shape, cpus=64)
             env = cluster.env.items()
             print("export", *(f"{name}={shlex.quote(value)}" for name, value in env))
             print(f"{args.nodes} nodes are ready", file=sys.stderr)

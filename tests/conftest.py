@@ -196,7 +196,8 @@ def pytest_runtest_makereport(item):
     """A test that has failed tells of its jobs."""
     report = yield
     for jobs in (value for value in item.funcargs.values() if isinstance(value, Jobs)):
-        if report.failed:
+        # The cluster is gone after the last test.
+        if report.failed and jobs.cluster.state.exists():
             report.sections += jobs.tell()
         if report.when == "teardown":
             jobs.submitted.clear()

@@ -393,6 +393,15 @@ class User(Jobs):
             command = f"ip route {change} blackhole {self.cluster.address(there)}"
             assert self.on(here, *command.split()).exit_code == 0
 
+    def crash_controller(self, job: str) -> None:
+        """Crash it once it has written down, as it does in seconds, that a job runs."""
+        mark = str(time.monotonic())
+        known = ["grep", "-q", mark, self.cluster.state / "controller" / "job_state"]
+        update = ["scontrol", "update", f"job={job}", f"Comment={mark}"]
+        if self.run(update).exit_code == 0:  # it is not over
+            self.until_found(job, lambda: not self.run(known).exit_code, mark, 20, 0.01)
+        self.cluster.crash("controller")
+
     def kill_all(self, node: str) -> None:
         """End all that runs Python on a node, as if it had crashed."""
         self.on(node, *"pkill -9 --full torchrun|main.py".split())

@@ -109,8 +109,7 @@ def test_checkpoint_folder(user, tmp_path, what):
         assert first.name in left, result
     else:
         # It starts again from the beginning.
-        assert result.state == "COMPLETED", result
-        assert result.restarts == 1, result
+        assert (result.state, result.restarts) == ("COMPLETED", 1), result
         (error,) = errors(result)
         assert error.endswith(": No such file or directory"), result
 

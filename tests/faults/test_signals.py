@@ -231,7 +231,7 @@ def test_cancelled_while_it_tidies_up(user):
     job = user.train("--epochs=99", "--save-steps=3")
     user.until_file(job, "*-step-000003.pt")
     files = f"mkdir /tmp/slurm-job-{job}/many; cd $_; seq 500000 | xargs touch"
-    assert user.on("node2", "bash", "-c", files).exit_code == 0
+    user.on("node2", "bash", "-c", files)
     user.warn(job)
 
     def removes() -> bool:

@@ -52,7 +52,7 @@ class Monkey:
                 lambda: cluster.cable(node, "up"),
             ),
             f"{node} without power": (lambda: cluster.crash(node), cluster.revive),
-            "no controller": (lambda: cluster.crash("controller"), cluster.revive),
+            "no controller": (lambda: self.user.crash_controller(job), cluster.revive),
         }
         what = random.choice([*moments, *faults])
         if what in moments:
