@@ -151,7 +151,6 @@ def test_random_moments(user, kills, epochs):
                 ),
                 "end of the killed job",
                 90,
-                0.01,
             )
             if user.show(job)["JobState"] == "FAILED":
                 assert user.run(["scontrol", "requeue", job]).exit_code == 0
