@@ -61,4 +61,5 @@ for epoch in range(done, 5):
             flush=True,
         )
     dcp.save(run, checkpoint_id=f"checkpoints/{epoch + 1}")
+dist.barrier()  # or gloo, on CPUs, may abort when Python ends
 dist.destroy_process_group()

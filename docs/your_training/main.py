@@ -49,4 +49,5 @@ for epoch in range(5):
             flush=True,
         )
         torch.save(model.module.state_dict(), "model.pt")
+dist.barrier()  # or gloo, on CPUs, may abort when Python ends
 dist.destroy_process_group()
