@@ -68,7 +68,8 @@ finish() {
         done
         rm -rf "$SLURM_TMPDIR" || true
     fi
-    [ -z "${ended_by_slurm:-}" ] || exit "$status" # after a scancel meanwhile
+    # After scancel meanwhile, a requeue would bring the job back.
+    [ -z "${ended_by_slurm:-}" ] || exit "$status"
     if [ "$status" = 0 ]; then
         # Slurm 24.11 would start a finished job again if it was preempted once.
         scontrol update JobId="$this_job" Requeue=0 || true
@@ -82,7 +83,8 @@ finish() {
     exit "$status"
 }
 trap 'ended_by_slurm=yes' TERM
-trap : USR1 # this warning is for main.py, not for this shell
+# This warning is for main.py, not for this shell.
+trap : USR1
 trap finish EXIT
 
 make_folder() {
@@ -135,5 +137,4 @@ export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK PYTHONFAULTHANDLER=1
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 # PyTorch 2.15's new NCCL backend makes backward() wait for each all-reduce.
 export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0}
-TMPDIR=$SLURM_TMPDIR srun --kill-on-bad-exit=1 --wait=60 \
-    uv run --no-sync python main.py "$@"
+TMPDIR=$SLURM_TMPDIR srun --kill-on-bad-exit=1 --wait=60 uv run --no-sync python main.py "$@"
