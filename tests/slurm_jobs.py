@@ -267,7 +267,7 @@ class Jobs:
 
 PICTURES, VALID_PICTURES = 160, 24  # of the small ImageNet
 # Two nodes with a rank each, 16 steps an epoch, of a model with BatchNorm.
-TWO = ["--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=2G"]
+TWO = "--ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --mem=2G".split()
 TINY = "--model=shufflenet_v2_x0_5 --image-size=32 --batch-size=5 --workers=1".split()
 EPOCHS = ["--epochs=2"]
 IMAGENET_EPOCH_LINE = re.compile(

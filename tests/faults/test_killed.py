@@ -126,7 +126,9 @@ def test_random_moments(user, kills, epochs):
 
     A user starts it again where it gave up.
     """
+    start = time.monotonic()
     undisturbed = weights(user.wait(user.train(f"--epochs={epochs}")))
+    longest = 0.6 * (time.monotonic() - start)
     job = user.train(f"--epochs={epochs}", "--save-steps=2")
     for kill in range(kills):
         user.until_found(
@@ -135,7 +137,7 @@ def test_random_moments(user, kills, epochs):
             "start",
             60,
         )
-        user.run(["sleep", random.uniform(0, 12)])  # until a moment that is drawn
+        user.run(["sleep", random.uniform(0, longest)])  # until a moment that is drawn
         node = random.choice(["node1", "node2"])
         age = random.choice(["--oldest", "--newest"])
         if user.show(job)["JobState"] != "RUNNING":

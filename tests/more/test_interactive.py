@@ -10,8 +10,8 @@ import pytest
 from slurm_jobs import REPOSITORY, TINY, stop
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-SHAPE = "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --mem=4G"
-SHAPE = SHAPE.split()
+SHAPE = """--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1
+    --mem=4G""".split()
 TRAIN = "uv run --no-sync python main.py --epochs=1 --batch-size=4"
 PAGE = (REPOSITORY / "docs" / "interactive.rst").read_text()
 LOOP = "    for images, labels in batches:\n"

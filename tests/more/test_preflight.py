@@ -7,11 +7,11 @@ import pytest
 from slurm_jobs import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-PREFLIGHT = ["uv", "run", "--no-sync", "python", "preflight.py"]
+PREFLIGHT = "uv run --no-sync python preflight.py".split()
 ON_CPU = [*PREFLIGHT, "--cpu"]
-ONE = ["--nodelist=node1", "--ntasks=1", "--gpus-per-node=1", "--cpus-per-task=2"]
+ONE = "--nodelist=node1 --ntasks=1 --gpus-per-node=1 --cpus-per-task=2".split()
 PAIR = ["--nodelist=node1", "--ntasks=2", "--cpus-per-task=2"]
-TWO = ["--nodelist=node[1-2]", "--ntasks-per-node=1", "--cpus-per-task=2", "--mem=2G"]
+TWO = "--nodelist=node[1-2] --ntasks-per-node=1 --cpus-per-task=2 --mem=2G".split()
 CORES = {"SLURM_CPU_BIND": "cores"}  # as many clusters have it
 GOOD = CORES | {"SRUN_CPUS_PER_TASK": "2"}  # what job.sh says
 UNBOUND = {}  # where a node's tasks ask for more CPUs than are really there
