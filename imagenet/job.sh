@@ -11,7 +11,7 @@
 #SBATCH --wait-all-nodes=1   # start when all are ready
 # EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type,
 # and --tmp=160G if some nodes' own disks are too small for ImageNet.
-# EDIT: the folder of the archives. If it is empty, train with --synthetic.
+# EDIT: the folder of the archives. If it is empty, use --synthetic or --data-dir.
 export IMAGENET_DIR=${IMAGENET_DIR-}
 
 # sbatch copies the variables of your shell, and srun reads them as options. If that shell
@@ -23,7 +23,7 @@ forget_other_jobs() {
     [[ ${SLURM_TMPDIR:-} != /tmp/slurm-job-* ]] || unset SLURM_TMPDIR MASTER_PORT
     job=$(scontrol show job "$SLURM_JOB_ID")
     [[ $job == *ArrayJobId=* ]] || unset "${!SLURM_ARRAY_@}"
-    # The tasks get this script's variables, also after sbatch --export.
+    # The tasks get this script's variables, even after sbatch --export.
     export SLURM_EXPORT_ENV=ALL
 }
 set -euo pipefail

@@ -19,7 +19,7 @@ forget_other_jobs() {
     [[ ${SLURM_TMPDIR:-} != /tmp/slurm-job-* ]] || unset SLURM_TMPDIR MASTER_PORT
     job=$(scontrol show job "$SLURM_JOB_ID")
     [[ $job == *ArrayJobId=* ]] || unset "${!SLURM_ARRAY_@}"
-    # The tasks get this script's variables, also after sbatch --export.
+    # The tasks get this script's variables, even after sbatch --export.
     export SLURM_EXPORT_ENV=ALL
 }
 set -euo pipefail
