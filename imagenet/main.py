@@ -217,7 +217,8 @@ def setup_distributed(timeout: float) -> torch.device:
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         check_master_addr()
-        limit = timedelta(seconds=timeout)
+        # Ranks start at different times: this is longer than a hang takes to end.
+        limit = timedelta(seconds=5 * timeout)
         store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
         dist.init_process_group(
             backend,

@@ -170,8 +170,11 @@ class Jobs:
         self, job: str, find, what: str, timeout: float, pause: float = 0.05
     ):
         deadline = time.monotonic() + timeout
-        while not (found := find()):
+        while True:
+            # Before `find`: what a job prints last is there when it has ended.
             state = self.show(job)["JobState"] if pause > 0.01 else ""
+            if found := find():
+                return found
             if (
                 state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT")
                 or time.monotonic() > deadline
@@ -180,7 +183,6 @@ class Jobs:
                     f"job {job} is {state} without {what}:\n{self.log(job)}"
                 )
             time.sleep(pause)
-        return found
 
     def pid(self, node: str, text: str) -> int:
         """Return the number on this machine of the oldest such process."""

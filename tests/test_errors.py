@@ -155,7 +155,7 @@ def test_rank_never_comes(jobs):
     """The other gives up and says where it looked. c10d looks for rank 0 twice."""
     command = (
         "srun --kill-on-bad-exit=1 bash -c '[ $SLURM_PROCID = {} ] && exec sleep 1000; "
-        "exec uv run --no-sync python main.py --synthetic --timeout=10'"
+        "exec uv run --no-sync python main.py --synthetic --timeout=2'"
     )
     where = r"\(cpu:0\) cannot join the others at MASTER_ADDR=node1, MASTER_PORT=\d+, "
     expected = [

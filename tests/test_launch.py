@@ -123,7 +123,7 @@ def test_log_and_arguments(jobs, archive):
     arguments = ["--epochs", "2", "--batch-size", "4", "--data-dir", archive.parent]
     result = jobs.sbatch("single_gpu", *SMALL, "job.sh", *arguments, CIFAR10_ARCHIVE="")
     result.trained(1, batch_size=4, epochs=2)
-    assert "\r" not in result.output and "step/s" not in result.output, result
+    assert "\r" not in result.output and "it/s" not in result.output, result
     first, second, *_ = result.output.splitlines()
     assert first.startswith(f"Job {result.job} on node"), result
     assert ARGUMENTS_LINE.match(second), result

@@ -476,7 +476,9 @@ def test_what_ended_jobs_have_left(imagenet, data_dir, tmp_path, monkeypatch):
     left = Path("/tmp/slurm-job-900000001")
     left.mkdir(exist_ok=True)
     squeue = tmp_path / "squeue"
-    squeue.write_text('#!/bin/sh\ncase "$*" in *--me*--all*) echo 900000000;; esac\n')
+    # It knows this job, and those of all other folders that are here.
+    others = "ls /tmp | sed -n 's/^slurm-job-//p' | grep -vx 900000001; echo 900000000"
+    squeue.write_text(f'#!/bin/sh\ncase "$*" in *--me*--all*) {others};; esac\n')
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "900000009")
