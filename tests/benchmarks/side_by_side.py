@@ -21,7 +21,6 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from drawn_cifar10 import draw_cifar10 as draw_cifar10
 from drawn_imagenet import draw_imagenet as draw_imagenet
-from first_aid import start_cluster as start_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -130,6 +130,7 @@ def test_random_moments(user, kills, epochs):
     undisturbed = weights(user.wait(user.train(f"--epochs={epochs}")))
     longest = 0.6 * (time.monotonic() - start)
     job = user.train(f"--epochs={epochs}", "--save-steps=2")
+    killed = 0
     for kill in range(kills):
         user.until_found(
             job,
@@ -144,6 +145,7 @@ def test_random_moments(user, kills, epochs):
             assert kill > 0, "it was over before"
             break
         if user.kill(node, "", age=age) == 0:
+            killed += 1
             restarts = user.show(job)["Restarts"]
             user.until_found(
                 job,
@@ -156,4 +158,4 @@ def test_random_moments(user, kills, epochs):
             )
             if user.show(job)["JobState"] == "FAILED":
                 assert user.run(["scontrol", "requeue", job]).exit_code == 0
-    assert weights(user.wait(job)) == undisturbed
+    assert killed and weights(user.wait(job)) == undisturbed

@@ -146,6 +146,32 @@ def test_suspended(user, undisturbed, seconds):
     assert seconds > 15 or result.restarts == 0
 
 
+def stop_in(user: User, job: str, program: str) -> None:
+    """Stop a program on node2 as it starts, so that it cannot end before a signal."""
+    user.until_found(
+        job,
+        lambda: user.kill("node2", program, signal.SIGSTOP) == 0,
+        program,
+        60,
+        0.005,
+    )
+
+
+def test_preempted_before_the_first_step(user, undisturbed):
+    """A preempted job comes back, even without a checkpoint."""
+    set_grace = ["scontrol", "update", "PartitionName=main"]
+    user.run([*set_grace, "GraceTime=15"])
+    try:
+        job = user.train(*EPOCHS)
+        stop_in(user, job, "main.py")
+        preempt(user, job, user.pid("node2", "main.py"))
+        result = user.wait(job)
+    finally:
+        user.run([*set_grace, "GraceTime=0"])
+    assert result.find("^job.sh: status .*: to be requeued$") and result.restarts == 1
+    assert not ASKED_TO_STOP.search(result.output), result
+
+
 @pytest.mark.parametrize("grace", every_case(15, 0))
 def test_preempted(user, undisturbed, grace):
     """A job with more urgent ones behind it saves in its grace time, and comes back."""
@@ -183,10 +209,7 @@ def test_warned(user, undisturbed, moment):
     job = user.train(*EPOCHS, f"--save-steps={steps.get(moment, 1000)}")
     if moment in ("staging", "import"):
         file = "prepare_data.py" if moment == "staging" else "main.py"
-        pause = signal.SIGSTOP  # it must not be over when the warning comes
-        user.until_found(
-            job, lambda: user.kill("node2", file, pause) == 0, moment, 60, 0.005
-        )
+        stop_in(user, job, file)
         user.warn(job)
         result = user.wait(job)
         assert result.state == "FAILED", result

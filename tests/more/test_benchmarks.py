@@ -18,7 +18,6 @@ TINY = {
         "--model shufflenet_v2_x0_5 --samples 10 --batch-size 10 --workers 1",
         3,
     ),
-    "job_start": ("--tasks 1", 3),
     "staging": ("--images 2", 4),
     "training_step": ("--ranks 1 --steps 1 --batch-size 4", 5),
 }
@@ -28,9 +27,7 @@ NAMES = {path.stem for path in BENCHMARKS.glob("*.py")} - {"side_by_side"}
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_benchmark(name, request):
-    if name == "job_start":
-        request.getfixturevalue("start_cluster")  # it says what is missing
+def test_benchmark(name):
     options, rows = TINY[name]
     command = [sys.executable, BENCHMARKS / f"{name}.py", "--rounds=0"]
     # Threads of one process wait for each other, for long where others have the CPUs.
