@@ -3,6 +3,8 @@
 The end is the same.
 """
 
+import contextlib
+import functools
 import os
 import re
 import signal
@@ -26,7 +28,9 @@ def preempt(user: User, job: str, rank: int) -> None:
         "", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep infinity"
     )
     user.until(job, r"\*\*\* .* CANCELLED AT ")
-    os.kill(rank, signal.SIGCONT)  # with proctrack/cgroup, Slurm sends it to uv only
+    with contextlib.suppress(ProcessLookupError):
+        # With proctrack/cgroup, Slurm sends it to uv only.
+        os.kill(rank, signal.SIGCONT)
     user.until_found(
         job, lambda: user.show(job)["JobState"] == "PENDING", "preemption", 60
     )
