@@ -4,7 +4,6 @@ The end is the same.
 """
 
 import contextlib
-import functools
 import os
 import re
 import signal
