@@ -1,23 +1,29 @@
-"""What lies where in an archive, and whether it is whole.
+"""What lies where in an archive or a tree, and whether it is whole.
 
 Archives are ImageNet's three, Tiny ImageNet's zip, or a zip or tar of class folders.
 """
 
 import collections
+import contextlib
+import logging
 import os
 import re
 import socket
-import struct
+import stat
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
+
+import numpy as np
 
 TRAIN = "ILSVRC2012_img_train.tar"  # a tar of a tar for each class
 VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PN")  # the first bytes of a JPEG, of a PNG
+SPLITS = ("train", "val", "test")
+IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".webp")
 HOST = socket.gethostname()
 
 
@@ -37,16 +43,18 @@ class Source(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A file in an archive.
+    """A file in an archive or a tree; a folder, if its name ends in a slash.
 
     An image has the name train/CLASS/NAME or val/CLASS/NAME, whatever it is called in
     the archive. If it is deflated there, `packed` is its size in the archive, else 0.
+    A zip has its checksum, too.
     """
 
     name: str
-    offset: int
-    size: int
+    offset: int = 0
+    size: int = 0
     packed: int = 0
+    crc: int = 0
 
 
 class Devkit(NamedTuple):
@@ -62,11 +70,11 @@ def find_source(path: Path) -> Source:
     if any(archive.exists() for archive in imagenet):
         return imagenet
     if path.is_dir():
-        found = [*path.glob("*.zip"), *path.glob("*.tar")]
+        found = [p for p in path.glob("[!.]*") if p.suffix.lower() in (".zip", ".tar")]
         if len(found) != 1:
             raise StagingError(
-                f"it has {len(found)} archives, and no {TRAIN}: "
-                "name one archive with --source or IMAGENET_DIR"
+                f"it has {len(found)} archives, and no {TRAIN}: name one .zip or .tar "
+                "with --source or IMAGENET_DIR; main.py --data-dir takes a tree"
             )
         path = found[0]
     return Source(path, path)
@@ -82,9 +90,11 @@ def list_parts(archive: Path) -> list[tuple]:
     start = 0
     if archive.name == TRAIN:
         with open(archive, "rb") as file:
-            for class_tar in list_tar(file, TRAIN):
-                end = class_tar.offset + class_tar.size
-                parts.append((start, end, class_tar))
+            members = list_tar(file, TRAIN, 0, size)
+        for member in members:
+            if member.name.endswith(".tar") and not is_hidden(member.name):
+                end = member.offset + member.size
+                parts.append((start, end, member))
                 start = end
     for at in range(start, size, 2**26):
         parts.append((at, min(at + 2**26, size), None))
@@ -93,122 +103,237 @@ def list_parts(archive: Path) -> list[tuple]:
 
 def list_class(file: BinaryIO, class_tar: Member) -> list[Member]:
     """Return the images of a class of ImageNet's training set."""
-    file.seek(class_tar.offset)
     archive = f"{TRAIN}: {class_tar.name}"
-    members = list_tar(file, archive)
-    check_starts(file, archive, members)
-    folder = f"train/{class_tar.name.removesuffix('.tar')}"
-    return [member._replace(name=f"{folder}/{member.name}") for member in members]
+    start = class_tar.offset
+    members = list_tar(file, archive, start, start + class_tar.size)
+    class_name = PurePosixPath(class_tar.name).stem
+    names = {m.name: f"train/{class_name}/{os.path.basename(m.name)}" for m in members}
+    return select(members, names, archive)
 
 
 def list_images(file: BinaryIO, devkit: Devkit | None) -> list[Member]:
     """Return the images of any archive but ImageNet's training set."""
     archive = os.path.basename(file.name)
-    if archive.endswith(".zip"):
+    if archive.lower().endswith(".zip"):
         members = list_zip(file, archive)
     else:
-        members = list_tar(file, archive)
+        members = list_tar(file, archive, 0, os.path.getsize(file.name))
     if devkit:
-        images = label_val(members, devkit)
-    else:
-        images = find_class_folders(members, file) or hold_out(members, archive)
-    check_starts(file, archive, images)
-    return images
+        return select(members, label_val(members, devkit), archive)
+    return find_images(members, archive, file)
 
 
-def list_tar(file: BinaryIO, archive: str) -> list[Member]:
-    """Return the files in the tar that lies at the file's position."""
+def list_tree(folder: Path) -> list[Member]:
+    """Return the images of a tree: train/CLASS/, val/CLASS/, and folders in these."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
     members = []
+    for split in ("train", "val"):
+        seen = set()
+        for path, _, names in os.walk(folder / split, onerror=fail, followlinks=True):
+            if (real := os.path.realpath(path)) in seen:
+                raise StagingError(f"{path} is {real} again: remove a link")
+            seen.add(real)
+            place = os.path.relpath(path, folder)
+            members.append(Member(f"{place}/"))
+            members += [
+                Member(check_name(f"{place}/{name}", str(folder))) for name in names
+            ]
+    return find_images(members, str(folder))
+
+
+def list_tar(file: BinaryIO, archive: str, start: int, end: int) -> list[Member]:
+    """Return what is in the tar that lies there in a file."""
+    members = []
+    file.seek(start)
     try:
         tar = tarfile.open(fileobj=file, mode="r:")
         while info := tar.next():
-            check_name(info.name, archive)
-            if info.isfile():
-                members.append(Member(info.name, info.offset_data, info.size))
-            elif not info.isdir():
+            name = check_name(info.name, archive)
+            if info.isdir():
+                members.append(Member(f"{name}/"))
+            elif info.isfile() and not info.issparse():
+                members.append(Member(name, info.offset_data, info.size))
+            else:
                 raise StagingError(
-                    f"{archive}: {info.name} is a link or a device: refused"
+                    f"{archive}: {name} is a link, a device or sparse: make the tar "
+                    "with --dereference --hard-dereference, and without --sparse"
                 )
-        # tarfile takes a damaged header for the end, which is 1024 zeros.
-        file.seek(tar.offset)
-        if file.read(1024) != bytes(1024):
+        # tarfile takes a damaged header for the end, which is 1024 zeros, or more.
+        left = end - tar.offset
+        if not 1024 <= left <= 2**20 or any(os.pread(file.fileno(), left, tar.offset)):
             raise tarfile.ReadError
     except tarfile.TarError:
         after = f"after {members[-1].name}" if members else "at its start"
         raise StagingError(
-            f"{archive} is cut, damaged or compressed, {after}"
+            f"{archive} is cut, damaged, compressed, or several in one, {after}: "
+            "fetch it again, or make one .tar"
         ) from None
     return members
 
 
 def list_zip(file: BinaryIO, archive: str) -> list[Member]:
-    """Return the files in a zip."""
+    """Return what is in a zip."""
     members = []
     try:
-        for info in zipfile.ZipFile(file).infolist():
-            check_name(info.filename, archive)
-            # The bytes lie behind this header and two fields, whose sizes it has.
-            header = os.pread(file.fileno(), 30, info.header_offset)
-            offset = (
-                info.header_offset + 30 + sum(struct.unpack_from("<HH", header, 26))
-            )
-            packed = info.compress_size if info.compress_type else 0
-            members.append(Member(info.filename, offset, info.file_size, packed))
+        with zipfile.ZipFile(file) as listed:
+            for info in listed.infolist():
+                name = info.filename
+                if name == "/":  # Dropbox
+                    continue
+                if not info.flag_bits & 0x800:
+                    # Finder, for one, writes UTF-8 and does not say so.
+                    with contextlib.suppress(UnicodeError):
+                        name = name.encode("cp437").decode()
+                if "/" not in name:  # Some of Windows' programs write backslashes.
+                    name = name.replace("\\", "/")
+                if stat.S_ISLNK(info.external_attr >> 16):
+                    raise StagingError(f"{archive}: {name} is a link: zip without -y")
+                method = info.compress_type
+                if info.flag_bits & 1 or method not in (0, zipfile.ZIP_DEFLATED):
+                    raise StagingError(
+                        f"{archive}: {name} is encrypted, or compressed by method "
+                        f"{method}: make the zip with method 8, deflate, or 0, none"
+                    )
+                with listed.open(info):  # compares two headers
+                    offset = file.tell()
+                folder = "/" * name.endswith("/")
+                name = check_name(name, archive) + folder
+                packed = info.compress_size if method else 0
+                members.append(Member(name, offset, info.file_size, packed, info.CRC))
+            check_end(file, listed)
     # If bytes are missing in the middle, offsets are negative: that is an OSError.
-    except (zipfile.BadZipFile, struct.error, OSError, ValueError) as error:
+    except (zipfile.BadZipFile, OSError, RuntimeError, ValueError) as error:
         raise StagingError(f"{archive} is damaged: {error}: fetch it again") from None
     return members
 
 
-def find_class_folders(members: list[Member], file: BinaryIO) -> list[Member]:
+def check_end(file: BinaryIO, listed: zipfile.ZipFile) -> None:
+    """Raise ValueError where zipfile does not see that a zip is not whole.
+
+    Another zip may lie before it, anything behind its end, or a damaged entry of its
+    list has swallowed the next one.
+    """
+    starts = [info.header_offset for info in listed.infolist()]
+    file.seek(-22 - len(listed.comment), os.SEEK_END)
+    end = file.read(12)
+    count = int.from_bytes(end[10:], "little")
+    # More do not fit: the field has 65535, or macOS's remainder.
+    as_listed = count in (65535, len(starts) % 65536)
+    if end[:4] != b"PK\5\6" or not as_listed or 0 not in starts:
+        raise ValueError("it has more files, or more bytes, than its list says")
+
+
+def find_images(
+    members: list[Member], where: str, file: BinaryIO | None = None
+) -> list[Member]:
     """Return the images in [any/folder/]train/CLASS/[any/folder/], and in val.
 
-    Tiny ImageNet's val images all lie in one folder, and a text file has their classes.
+    If there are none, those in [any/folder/]CLASS/, with every tenth one in val.
     """
-    class_of = {}
-    for member in members:
-        if member.name.endswith("/val_annotations.txt"):
-            lines = read_member(file, member, member.size).decode().splitlines()
-            class_of = dict(line.split("\t")[:2] for line in lines)
-    images = []
-    for member in members:
-        place = re.search("/(train|val)/([^/]+)/(.+)", f"/{member.name}")
-        if place and is_image(member.name):
-            split, class_name, name = place.groups()
-            class_name = class_of.get(name, class_name)
-            images.append(member._replace(name=f"{split}/{class_name}/{name}"))
+    names = [member.name for member in members if not is_hidden(member.name)]
+    class_of = read_annotations(members, file) if file else {}
+    new_names = {}
+    for name in names:
+        if place := re.search("(?:^|/)(train|val)/([^/]+)/(.*)", name):
+            split, class_name, rest = place.groups()
+            if split == "val":
+                class_name = class_of.get(os.path.basename(rest), class_name)
+            new_names[name] = f"{split}/{class_name}/{rest}"
+    if not any(is_image(name) for name in new_names):
+        new_names = hold_out(names, where)
+    images = select(members, new_names, where)
+    folders = {
+        new.split("/")[1]
+        for new in new_names.values()
+        if new.startswith("train/") or not class_of
+    }
+    check_classes(images, (where, where), folders)
     return images
 
 
-def hold_out(members: list[Member], archive: str) -> list[Member]:
-    """Return the images in [any/folder/]CLASS/, with every tenth one in val."""
-    say(
-        f"{archive} has no train and val folders: "
-        "every tenth image of a class is held out"
-    )
-    seen = collections.Counter()
-    images = []
-    for member in sorted(members):
-        path = PurePosixPath(member.name)
-        class_name = path.parent.name
-        if class_name and is_image(member.name):
-            seen[class_name] += 1
-            split = "train" if seen[class_name] % 10 else "val"
-            images.append(member._replace(name=f"{split}/{class_name}/{path.name}"))
-    return images
+def read_annotations(members: list[Member], file: BinaryIO) -> dict[str, str]:
+    """Return the classes of Tiny ImageNet's val images, which all lie in one folder."""
+    for member in members:
+        if member.name.endswith("val/val_annotations.txt"):
+            text = read_member(file, member).decode("utf-8-sig", "replace")
+            lines = text.splitlines()
+            return dict(line.split("\t")[:2] for line in lines if "\t" in line)
+    return {}
 
 
-def label_val(members: list[Member], devkit: Devkit) -> list[Member]:
-    """Return ImageNet's validation images, named after their classes."""
-    labels = devkit.val_classes
-    if len(members) != len(labels):
+def hold_out(names: list[str], where: str) -> dict[str, str]:
+    """Return new names for what is in [any/folder/]CLASS/, with every tenth in val."""
+    places = [name.split("/") for name in sorted(names) if "/" in name]
+    images = [place for place in places if is_image(place[-1])]
+    # Images that lie in train/ or test/ itself have no class.
+    if all(class_name.lower().startswith(SPLITS) for *_, class_name, _ in images):
         raise StagingError(
-            f"{VAL} has {len(members)} images, and {DEVKIT} says {len(labels)}"
+            f"{where} has no images in train/CLASS/, val/CLASS/ or CLASS/"
         )
-    return [
-        member._replace(name=f"val/{label}/{member.name}")
-        for label, member in zip(labels, sorted(members), strict=True)
-    ]
+    top = images[0][:-2]
+    for image in images:
+        if image[:-2] != top:
+            raise StagingError(
+                f"{where} has no images in train/CLASS/ and val/CLASS/, and "
+                f"{'/'.join(image)} is not in a class folder beside the others"
+            )
+    say(f"{where} has no train and val folders: one image in ten is held out")
+    seen = collections.Counter()
+    new_names = {}
+    for *folders, class_name, name in places:
+        if folders == top:
+            seen[class_name] += is_image(name)
+            tenth = is_image(name) and seen[class_name] % 10 == 1
+            new = f"{'val' if tenth else 'train'}/{class_name}/{name}"
+            new_names["/".join([*folders, class_name, name])] = new
+    return new_names
+
+
+def label_val(members: list[Member], devkit: Devkit) -> dict[str, str]:
+    """Return new names for ImageNet's validation images.
+
+    An image's number says its class, whatever folder it has been put in.
+    """
+    names = [m.name for m in members if is_image(m.name) and not is_hidden(m.name)]
+    labels = devkit.val_classes
+    if len(names) != len(labels):
+        raise StagingError(
+            f"{VAL} has {len(names)} images, and {DEVKIT} says {len(labels)}"
+        )
+    new_names = {}
+    ordered = sorted(names, key=os.path.basename)
+    for number, (name, label) in enumerate(zip(ordered, labels, strict=True), start=1):
+        if f"val_{number:08}" not in os.path.basename(name):
+            raise StagingError(f"{VAL} has {name} in the place of image {number}")
+        new_names[name] = f"val/{label}/{os.path.basename(name)}"
+    return new_names
+
+
+def select(
+    members: list[Member], new_names: dict[str, str], where: str
+) -> list[Member]:
+    """Return the images, renamed; say in a line what is left out."""
+    images = []
+    left_out = collections.Counter()
+    for member in members:
+        name = member.name
+        if name.endswith("/"):
+            continue
+        if is_hidden(name):
+            left_out["hidden"] += 1
+        elif not is_image(name):
+            left_out[PurePosixPath(name).suffix.lower() or "without a suffix"] += 1
+        elif name not in new_names:
+            left_out["in other places"] += 1
+        else:
+            images.append(member._replace(name=new_names[name]))
+    if left_out:
+        counts = [f"{count} {kind}" for kind, count in left_out.items()]
+        say(f"{where}: left out: {', '.join(counts)}")
+    return images
 
 
 def read_devkit(archive: Path | None) -> Devkit | None:
@@ -232,60 +357,93 @@ def read_devkit(archive: Path | None) -> Devkit | None:
         raise StagingError(f"{DEVKIT} is damaged: {error!r}: fetch it again") from None
 
 
-def read_member(file: BinaryIO, member: Member, size: int) -> bytes:
-    """Return the first `size` bytes of a member, or fewer if it is damaged."""
-    if not member.packed:
-        return os.pread(file.fileno(), size, member.offset)
-    enough = min(member.packed, 2 * size + 512)
-    packed = os.pread(file.fileno(), enough, member.offset)
-    try:
-        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, size)
-    except zlib.error:
-        return b""
+def read_member(file: BinaryIO, member: Member) -> bytes:
+    """Return a member. Raises ValueError or zlib.error."""
+    data = os.pread(file.fileno(), member.packed or member.size, member.offset)
+    if member.packed:
+        data = zlib.decompress(data, -zlib.MAX_WBITS)
+    if len(data) != member.size or (member.crc and member.crc != zlib.crc32(data)):
+        raise ValueError("its bytes are damaged")
+    return data
 
 
-def check_name(name: str, archive: str) -> None:
+def check_name(name: str, archive: str) -> str:
     """Refuse what would be written outside of a folder or break a line of the log."""
-    if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
+    strange = re.search("[\0-\x1f\x7f\ud800-\udfff]", name)
+    if strange or name.startswith("/") or ".." in name.split("/"):
         raise StagingError(
             f"{archive}: a member's name, {name!r}, leads elsewhere or is not printable"
         )
+    return os.path.normpath(name)
 
 
-def check_starts(file: BinaryIO, archive: str, images: list[Member]) -> None:
-    """Refuse what is no image, by its first bytes."""
+def check_imagenet(images: list[Member], devkit: Devkit) -> None:
+    """Are there as many as the development kit says, and images of each class?"""
+    trained = sum(image.name.startswith("train/") for image in images)
+    if trained != devkit.train_images:
+        raise StagingError(
+            f"{TRAIN} has {trained} images, and {DEVKIT} says {devkit.train_images}"
+        )
+    check_classes(images, (TRAIN, VAL))
+
+
+def check_classes(
+    images: list[Member], archives: tuple[str, str], folders: Iterable[str] = ()
+) -> None:
+    """Has each class, and each of these folders, images of both splits?"""
+    classes = {"train": set(), "val": set()}
+    names = set()
     for image in images:
-        if read_member(file, image, 3) not in IMAGE_STARTS:
+        split, class_name, _ = image.name.split("/", 2)
+        classes[split].add(class_name)
+        if image.name in names:
             raise StagingError(
-                f"{archive}: {image.name} is no JPEG and no PNG, or damaged: "
-                "convert it, or take it out"
+                f"{archives[-1]}: there are two images {image.name}: remove one"
+            )
+        names.add(image.name)
+    everything = classes["train"].union(classes["val"], folders)
+    if len(everything) == 1:
+        raise StagingError(
+            f"{archives[0]} has a single class, {min(everything)}: "
+            "put the images of each class in a folder of its own"
+        )
+    for split, archive in zip(classes, archives, strict=True):
+        if missing := everything - classes[split]:
+            raise StagingError(
+                f"{archive} has no {split} images of {min(missing)}: "
+                "put JPEG, PNG or WebP into train/CLASS/ and val/CLASS/, "
+                "or remove the class"
             )
 
 
-def check_images(images: list[Member], source: Source, devkit: Devkit | None) -> None:
-    """Are there images of each class, and as many as the development kit says?"""
-    classes = {"train": [], "val": []}
-    for image in images:
-        split, class_name, _ = image.name.split("/", 2)
-        classes[split].append(class_name)
-    if devkit and len(classes["train"]) != devkit.train_images:
-        raise StagingError(
-            f"{TRAIN} has {len(classes['train'])} images, "
-            f"and {DEVKIT} says {devkit.train_images}"
-        )
-    if not classes["val"]:
-        raise StagingError(f"{source.val.name} has no val images in class folders")
-    if unknown := set(classes["val"]).difference(classes["train"]):
-        raise StagingError(
-            f"{source.val.name} has val images of {min(unknown)}, and none to train on"
-        )
+def make_index(images: list[Member]) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Return the classes, and for train and val a row for each image: see Member.
+
+    Rows are sorted by label and name, which is CLASS/NAME. Labels are places in the
+    list of classes.
+    """
+    classes = sorted({image.name.split("/")[1] for image in images})
+    label_of = {class_name: label for label, class_name in enumerate(classes)}
+    rows = {"train": [], "val": []}
+    for path, *place in images:
+        split, name = path.split("/", 1)
+        label = label_of[name.split("/")[0]]
+        rows[split].append((label, name.encode(), *place))
+    fields = "label, name, offset, size, packed, crc"
+    return classes, {
+        split: np.rec.fromrecords(sorted(rows[split]), names=fields) for split in rows
+    }
 
 
 def is_image(name: str) -> bool:
-    """Is it an image, and not hidden, as is what macOS adds to a zip?"""
-    path = f"/{PurePosixPath(name)}"  # without ./
-    return path.lower().endswith((".jpg", ".jpeg", ".png")) and "/." not in path
+    return name.lower().endswith(IMAGES)
+
+
+def is_hidden(name: str) -> bool:
+    """Is it hidden, or what macOS adds to a zip?"""
+    return "/." in f"/{name}" or f"/{name}".startswith("/__MACOSX/")
 
 
 def say(line: str) -> None:
-    print(f"{HOST}: {line}", flush=True)
+    """Print it, in main.py only on rank 0."""
+    logging.info(line)

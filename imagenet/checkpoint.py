@@ -11,9 +11,11 @@ import pickle
 import re
 import signal
 import subprocess
+import sys
 import time
+import uuid
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from os import environ
 from pathlib import Path
@@ -28,6 +30,10 @@ class RunError(Exception):
     """Why a run cannot go on, in one line; raised on all ranks at once."""
 
 
+class StopRequested(Exception):
+    """Slurm asks the job to end, and the run is saved; raised on all ranks at once."""
+
+
 @dataclass
 class Run:
     """What a checkpoint holds: all that a run needs to go on as if never stopped."""
@@ -35,6 +41,8 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
+    scaler: torch.amp.GradScaler
+    dtype: torch.dtype  # that convolutions compute in
     recipe: dict  # what must stay as it is from the first step to the last
     global_batch_size: int
     epoch: int = 1
@@ -42,6 +50,12 @@ class Run:
     # Of these steps, on all ranks: [sum of losses, correct, samples].
     metrics: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     best_accuracy: float = 0.0
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # W&B's
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of an epoch."""
+        return self.recipe["samples"] // self.global_batch_size
 
     def start_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -56,6 +70,12 @@ class Run:
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from a checkpoint. Raises RunError where it does not fit the model."""
+        if state.get("dtype") != self.dtype:
+            logging.warning(
+                f"warning: this run was in {state.get('dtype')}, and is in {self.dtype}"
+            )
+            # A scaler that is in use cannot load what an idle one has saved.
+            state |= {"dtype": self.dtype, "scaler": self.scaler.state_dict()}
         try:
             for name, value in vars(self).items():
                 if hasattr(value, "load_state_dict"):
@@ -69,6 +89,103 @@ class Run:
             ) from error
 
 
+class Coordinator:
+    """Lets the ranks decide together when to save and when to stop.
+
+    They meet after some of their steps, add up what each has to say, and go by that.
+    """
+
+    def __init__(self, run: Run, checkpoints, watch, args: argparse.Namespace):
+        self.run, self.checkpoints = run, checkpoints
+        self.watch, self.args = watch, args
+        # A start that must stop at once has got further, too.
+        self.steps_to_meeting = 1
+        self.tenth = math.ceil(run.steps / 10)  # of an epoch
+        self.logged_at = time.monotonic()
+
+    def after_step(self, metrics: Tensor) -> None:
+        """Count a step, and meet if it is time to. Raises StopRequested, RunError."""
+        self.run.step += 1
+        self.steps_to_meeting -= 1
+        if self.steps_to_meeting == 0:
+            self._meet(metrics)
+
+    def validation(self, batches: Iterable) -> Iterator:
+        """Yield the batches of a validation. Raises StopRequested.
+
+        The epoch is saved before, and the next start goes on with its validation.
+        """
+        for number, (images, labels) in enumerate(batches):
+            if number % 20 == 0:
+                stop = torch.tensor(len(_stop_signals), device=images.device)
+                dist.all_reduce(stop)
+                if stop:
+                    raise StopRequested
+            yield images, labels
+
+    def end_epoch(self, values: dict[str, float]) -> None:
+        """Log the epoch's metrics, keep its model if it is the best, and go on."""
+        run = self.run
+        self.watch.tracker.log(run.scheduler.last_epoch, values)
+        with self.watch.hangs.paused():
+            self.checkpoints.save_if_best(run, values["valid/accuracy"])
+        run.start_epoch(run.epoch + 1)
+
+    def _meet(self, metrics: Tensor) -> None:
+        run, save_steps = self.run, self.args.save_steps
+        stop, due, speed = self._add_up(metrics)
+        self._check_loss()
+        self._log(speed)
+        if stop or due or run.step % save_steps == 0 or run.step == run.steps:
+            with self.watch.hangs.paused():
+                self.checkpoints.save(run)
+        if stop:
+            raise StopRequested
+        # Again in 20 steps or two seconds: a signal leaves little time. Checkpoints,
+        # lines of the log and the end of the epoch have steps of their own.
+        soon = max(1, min(20, int(2 * speed)))
+        done = run.step % run.steps
+        marks = (save_steps, self.tenth, run.steps)
+        self.steps_to_meeting = min(soon, *(mark - done % mark for mark in marks))
+
+    def _add_up(self, metrics: Tensor) -> tuple[float, float, float]:
+        """Return how many ranks must stop, and should save, and their mean speed."""
+        due = time.monotonic() - self.checkpoints.saved_at > 60 * self.args.save_minutes
+        speed = self.watch.steps_per_second() / dist.get_world_size()
+        mine = torch.tensor([bool(_stop_signals), due, speed])
+        sums = torch.cat((metrics, mine.to(metrics)))
+        dist.all_reduce(sums)
+        *totals, stop, due, speed = sums.tolist()
+        self.run.metrics = torch.tensor(totals, dtype=torch.float64)
+        return stop, due, speed
+
+    def _check_loss(self) -> None:
+        loss = self.run.metrics[0].item()
+        if not math.isfinite(loss):
+            raise RunError(
+                f"the loss is {loss} before step {self.run.step} of epoch "
+                f"{self.run.epoch}: nothing of it is saved; "
+                "try a smaller --learning-rate, or look at the data"
+            )
+
+    def _log(self, speed: float) -> None:
+        """Log the epoch so far, over all ranks; a line at every tenth of it."""
+        run = self.run
+        loss, correct, samples = run.metrics.tolist()
+        loss, accuracy = loss / samples, correct / samples
+        values = {"train/loss": loss, "train/accuracy": accuracy}
+        self.watch.tracker.log(run.scheduler.last_epoch, values)
+        seconds = time.monotonic() - self.logged_at
+        # In a terminal, there is a bar.
+        if run.step % self.tenth == 0 and seconds > 10 and not sys.stderr.isatty():
+            self.logged_at += seconds
+            logging.info(
+                f"Epoch {run.epoch}, step {run.step} of {run.steps}: "
+                f"train loss {loss:.3f} accuracy {accuracy:.2%}, "
+                f"{speed * run.global_batch_size:.0f} images/s"
+            )
+
+
 class Checkpoints:
     """The checkpoints of one run, in a folder of its own. The others wait for rank 0.
 
@@ -79,6 +196,13 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int):
         # job.sh sets WORK_DIR: the code may be a copy that does not outlive the job.
         self.folder = Path(environ.get("WORK_DIR", "")).absolute() / folder
+        # By default, each batch job has its own. But Slurm's numbers begin again with a
+        # new controller, and two clusters may share a disk.
+        self.must_be_new = (
+            folder == default_checkpoint_dir()
+            and environ.get("ENVIRONMENT") == "BATCH"
+            and not environ.keys() & {"SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"}
+        )
         self.keep = keep
         self.saved_at = time.monotonic()  # the last checkpoint, or the start
 
@@ -121,6 +245,11 @@ class Checkpoints:
         self._lock()
         for partial in self.folder.glob("*.partial"):
             partial.unlink()
+        if self._paths() and self.must_be_new:
+            raise RunError(
+                f"an older job of this number has saved in {self.folder}: name another "
+                "--checkpoint-dir, or this one with its whole path, to go on from it"
+            )
         for path in self._paths():
             try:
                 state = read(path)
@@ -261,6 +390,8 @@ def get_recipe(
 def default_checkpoint_dir() -> Path:
     """Return this job's own folder: Slurm keeps a job's number when it requeues it."""
     job = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "none")
+    if "SLURM_ARRAY_TASK_ID" in environ:  # as in the name of its log
+        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return Path(environ.get("SCRATCH", ".")) / "checkpoints" / job
 
 
@@ -277,20 +408,13 @@ def catch_stop_signals() -> None:
         signal.signal(number, lambda number, frame: _stop_signals.append(number))
 
 
-def stop_requested() -> bool:
-    """Return whether such a signal has come."""
-    return bool(_stop_signals)
-
-
-def any_rank_must_stop(device: torch.device) -> bool:
-    """Return, on all ranks, whether such a signal has come to any of them."""
-    stop = torch.tensor(len(_stop_signals), device=device)
-    dist.all_reduce(stop)
-    return bool(stop)
-
-
 def find_commit() -> str:
-    """Return safe_sbatch's commit, or the one checked out, "-dirty" if files differ."""
+    """Return safe_sbatch's commit, or the one checked out, "-dirty" if files differ.
+
+    On rank 0 only: git reads many files.
+    """
+    if environ["RANK"] != "0":
+        return ""
     git = "git describe --always --dirty --abbrev=40 --exclude='*' || echo unknown"
     answer = subprocess.run(
         git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
@@ -304,25 +428,6 @@ def log_weights(model: nn.Module, commit: str) -> None:
     for tensor in model.state_dict().values():
         sha.update(tensor.cpu().numpy().tobytes())
     logging.info(f"Weights SHA-256 {sha.hexdigest()}, commit {commit}")
-
-
-def requeues_to_go(samples: int, rate: float) -> str:
-    """Return, for rank 0's epoch line, how many requeues so many samples more need."""
-    if dist.get_rank() != 0 or rate == 0:  # resumed after the last step of an epoch
-        return ""
-    job = environ.get("SLURM_JOB_ID")
-    answer = subprocess.getoutput(
-        "SLURM_TIME_FORMAT=%s timeout 10 "
-        f"squeue --noheader --jobs={job} --format='%A %S %e'"
-    )
-    # An array has the number of one of its tasks: squeue then lists all of them.
-    times = re.search(rf"^{job} (\d+) (\d+)$", answer, re.MULTILINE)
-    if not times:  # outside a job, or without a time limit
-        return ""
-    start, end = map(int, times.groups())
-    seconds_after_limit = samples / rate - (end - time.time())
-    requeues = max(0, math.ceil(seconds_after_limit / (end - start)))
-    return f", {requeues} requeues to go"
 
 
 def settle_buckets(model: nn.parallel.DistributedDataParallel, image_size: int) -> None:

@@ -2,8 +2,11 @@
 
 import argparse
 import atexit
+import contextlib
+import ctypes
 import functools
 import hashlib
+import io
 import json
 import math
 import multiprocessing.util
@@ -12,17 +15,18 @@ import signal
 import socket
 import sys
 import warnings
-import zlib
 from pathlib import Path
 
+import archives
 import numpy as np
 import torch
 import torch.distributed as dist
+from archives import Member, StagingError
 from checkpoint import Run
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision.datasets.folder import find_classes, make_dataset
-from torchvision.io import decode_image, read_file
+from torchvision.io import decode_image, encode_jpeg
 from torchvision.transforms import v2
 
 # torchvision 0.29 hands decoding over to another package,
@@ -30,10 +34,17 @@ from torchvision.transforms import v2
 warnings.filterwarnings(
     "ignore", "The image decoding and encoding capabilities", DeprecationWarning
 )
+# Palettes with transparency are usual, and so are large images.
+warnings.filterwarnings("ignore", "Palette images")
+Image.MAX_IMAGE_PIXELS = None
 
 
-class BadImage(RuntimeError):
+class BadImage(StagingError):
     """An image that cannot be decoded; its text is one line that names it."""
+
+    def __init__(self, text: str):
+        # From a DataLoader worker it comes with a traceback, which ends in its text.
+        super().__init__(text.strip().split("BadImage: ")[-1])
 
 
 class Images:
@@ -55,7 +66,8 @@ class Images:
             if not found["extract"]:
                 self.archive = open(self.data_dir / found["archives"][split], "rb")
         else:
-            self.classes, self.index = list_tree(self.data_dir, split)
+            self.classes, indices = list_tree(self.data_dir)
+            self.index = indices[split]
         self.labels = self.index["label"]
 
     def __len__(self) -> int:
@@ -71,7 +83,8 @@ class Images:
         digest.update(self.index["name"].tobytes())
         digest.update(self.index["label"].tobytes())
         for i in range(0, len(self), len(self) // 100 + 1):
-            digest.update(self.read_bytes(i).numpy())
+            with self.naming(i):
+                digest.update(self.read_bytes(i).numpy())
         return digest.hexdigest()
 
     def name(self, i: int) -> str:
@@ -80,54 +93,77 @@ class Images:
             return f"{self.archive.name}: {name}"
         return f"{self.data_dir}/{name}"
 
+    @contextlib.contextmanager
+    def naming(self, i: int):
+        """Name this image if what is done with it fails."""
+        try:
+            yield
+        except Exception as error:  # of several libraries
+            raise BadImage(
+                f"cannot decode image {self.name(i)} on {socket.gethostname()}: {error}"
+            ) from None
+
     def read(self, i: int) -> Tensor:
         """Return an image: RGB, uint8, of shape (3, height, width).
 
         Raises BadImage.
         """
-        try:
+        with self.naming(i):
             return decode(self.read_bytes(i))
-        except (OSError, RuntimeError, zlib.error) as error:
-            raise BadImage(
-                f"cannot decode image {self.name(i)} on {socket.gethostname()}: {error}"
-            ) from None
 
     def read_bytes(self, i: int) -> Tensor:
         """Return an image as it is in its file, or was before a zip deflated it."""
         if not self.archive:
-            return read_file(self.name(i))
-        _, _, offset, size, packed = self.index[i].tolist()
-        data = bytearray(packed or size)
-        os.preadv(self.archive.fileno(), [data], offset)
-        if packed:
-            data = bytearray(zlib.decompress(data, wbits=-zlib.MAX_WBITS))
-        return torch.frombuffer(data, dtype=torch.uint8)
+            return torch.from_numpy(np.fromfile(self.name(i), np.uint8))
+        _, name, *place = self.index[i].tolist()
+        data = archives.read_member(self.archive, Member(name, *place))
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def list_tree(data_dir: Path, split: str) -> tuple[list[str], np.ndarray]:
-    """Return the classes of a tree of class folders, and a split's labels and names."""
-    folder = f"{data_dir}/{split}/"
-    if not os.path.isdir(folder):
+@functools.cache  # for both splits
+def list_tree(data_dir: Path) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Return the classes of a tree of class folders, and what it has of each split."""
+    if not (data_dir / "train").is_dir():
         raise FileNotFoundError(
             f"no data in {data_dir.absolute()}: "
             "for job.sh, set IMAGENET_DIR to the archives; "
             "else run prepare_data.py on every node; or use --synthetic"
         )
-    classes, label_of = find_classes(data_dir / "train")
-    suffixes = (".jpg", ".jpeg", ".png")
-    files = make_dataset(folder, label_of, suffixes, allow_empty=True)
-    if not files:
-        raise FileNotFoundError(f"no images in {folder}")
-    # Not a list: workers count references to its items, and so copy what they read.
-    rows = [(label, path.removeprefix(folder).encode()) for path, label in files]
-    return classes, np.rec.fromrecords(rows, names="label, name")
+    return archives.make_index(archives.list_tree(data_dir))
 
 
 def decode(data: Tensor) -> Tensor:
-    """Return the pixels of a JPEG or PNG: RGB, uint8, of shape (3, height, width)."""
-    pixels = decode_image(data, "RGB")
-    # A PNG may have 16 bits.
-    return v2.functional.to_dtype(pixels, torch.uint8, scale=True)
+    """Return an image's pixels: RGB, uint8, of shape (3, height, width)."""
+    start = data[:3].numpy().tobytes()
+    if start not in (b"\xff\xd8\xff", b"\x89PN", b"RIF"):
+        raise ValueError("it is no JPEG, PNG or WebP")
+    if start != b"\x89PN":
+        return decode_image(data, "RGB")
+    # A damaged PNG may crash torchvision, and with it this process. Pillow raises, and
+    # verify() looks at the checksums.
+    file = io.BytesIO(data.numpy())
+    Image.open(file).verify()
+    image = Image.open(file)
+    if image.mode == "I;16":  # of these 16 bits, convert() would take the lower ones
+        image = image.point(lambda value: value / 256)
+    return v2.functional.pil_to_tensor(image.convert("RGB"))
+
+
+class Smaller:
+    """Images as files, and their names; shorter sides have `side` pixels, or fewer."""
+
+    def __init__(self, images: Images, side: int):
+        self.images, self.side = images, side
+
+    def __getitem__(self, i: int) -> tuple[str, bytes]:
+        name = f"{self.images.split}/{self.images.index['name'][i].decode()}"
+        with self.images.naming(i):
+            data = self.images.read_bytes(i)
+            pixels = decode(data)
+            if min(pixels.shape[1:]) > self.side:
+                pixels = v2.functional.resize(pixels, [self.side])
+                data = encode_jpeg(pixels, quality=90)
+        return name, data.numpy().tobytes()
 
 
 class Synthetic:
@@ -138,7 +174,6 @@ class Synthetic:
 
     def __init__(self, samples: int, seed: int, resolution: int):
         self.seed, self.resolution = seed, resolution
-        self.longest = resolution + resolution // 4
         self.classes = [f"colour {i}" for i in range(10)]
         self.labels = np.arange(samples) % 10
         self.fingerprint = f"synthetic {samples, seed, resolution}"
@@ -151,8 +186,8 @@ class Synthetic:
     def read(self, i: int) -> Tensor:
         """Return an image: RGB, uint8, of shape (3, height, width)."""
         rng = np.random.default_rng((self.seed, i))
-        height, width = rng.integers(self.resolution, self.longest, 2, endpoint=True)
-        noise = rng.integers(128, size=(3, height, width), dtype=np.uint8)
+        shape = (3, self.resolution, self.resolution)
+        noise = rng.integers(128, size=shape, dtype=np.uint8)
         return torch.from_numpy(self.colors[self.labels[i]] + noise)
 
 
@@ -213,7 +248,7 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
         else:
             train = Images(args.data_dir, "train")
             valid = Images(args.data_dir, "val")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StagingError) as error:
         sys.exit(f"main.py: error: on {socket.gethostname()}: {error}")
     return (
         Augmented(train, args.limit_train_samples, args),
@@ -221,7 +256,7 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
     )
 
 
-def build_loader(data_set: Augmented, workers: int) -> DataLoader:
+def build_loader(data_set: Dataset, workers: int) -> DataLoader:
     """Return a loader whose workers are running, and stay to the end of the run.
 
     Call this before CUDA and NCCL are up: to fork a process that has them up hangs on
@@ -234,7 +269,7 @@ def build_loader(data_set: Augmented, workers: int) -> DataLoader:
         num_workers=workers,
         multiprocessing_context="fork" if workers else None,
         persistent_workers=workers > 0,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=start_worker,
     )
     if workers:
         # The workers' sockets lie in a temporary folder. Made before the fork, it is
@@ -245,10 +280,19 @@ def build_loader(data_set: Augmented, workers: int) -> DataLoader:
     return loader
 
 
-def ignore_signals(worker: int) -> None:
-    """Leave Slurm's signals to the rank. If a worker dies, its rank does, too."""
+def start_worker(worker: int) -> None:
+    """Leave Slurm's signals to the rank, and use all CPUs of the task."""
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    # OMP_PROC_BIND, of some shells, has bound this process to the first CPU.
+    openmp = ctypes.CDLL(None)
+    cpus = []
+    for place in range(getattr(openmp, "omp_get_num_places", int)()):
+        numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+        openmp.omp_get_place_proc_ids(place, numbers)
+        cpus += numbers
+    if cpus:
+        os.sched_setaffinity(0, cpus)
 
 
 def end_workers() -> None:
@@ -268,7 +312,11 @@ def training_batches(loader: DataLoader, run: Run, device: torch.device):
     order = draw_epoch(len(loader.dataset), loader.dataset.seed, run.epoch)
     steps = len(order) // run.global_batch_size
     batches = order[: steps * run.global_batch_size].reshape(steps, -1)
-    return load(loader, run.epoch, batches[run.step :, rank::world_size], device)
+    shares = batches[run.step :, rank::world_size]
+    for batch in load(loader, run.epoch, shares, device):
+        # What a model with dropout draws in a step does not depend on earlier stops.
+        torch.manual_seed(hash((loader.dataset.seed, run.epoch, run.step, rank)))
+        yield batch
 
 
 def evaluation_batches(loader: DataLoader, batch_size: int, device: torch.device):

@@ -6,15 +6,16 @@ Training reads the images from there: no million files.
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-import warnings
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,13 +23,9 @@ import archives
 import numpy as np
 from archives import HOST, Member, Source, StagingError, say
 
-# torchvision 0.29 hands decoding over to another package,
-# and would say so at every image.
-warnings.filterwarnings(
-    "ignore", "The image decoding and encoding capabilities", DeprecationWarning
-)
+CPUS = len(os.sched_getaffinity(0))
 
-threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+threads = ThreadPoolExecutor(CPUS)
 
 
 def parse_args() -> argparse.Namespace:
@@ -64,9 +61,12 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    logging.basicConfig(
+        level=logging.INFO, format=f"{HOST}: %(message)s", stream=sys.stdout
+    )
     try:
         stage(args)
-    except (StagingError, OSError) as error:
+    except (StagingError, OSError, RuntimeError, ValueError, zlib.error) as error:
         sys.exit(
             "prepare_data.py: error: "
             f"cannot stage {args.source} in {args.data_dir} on {HOST}: {error}"
@@ -85,26 +85,47 @@ def stage(args: argparse.Namespace) -> None:
     if is_staged(args.data_dir, wanted):
         return say(f"{args.data_dir} is staged already")
     data_dir = args.data_dir.resolve()
-    folder = make_folder(data_dir)
-    try:
-        if args.extract:
-            images = extract(source, folder, args.resize)
-        elif args.resize:
-            source = resize(source, folder, args.resize)
-            images = list_images(source)
-        else:
-            images = list_images(source, copy_to=folder)
-        wanted["archives"] = {"train": source.train.name, "val": source.val.name}
-        write_index(folder, images, wanted)
-        # If nodes share this disk, another one may have been faster.
-        if not is_staged(data_dir, wanted):
-            folder.rename(data_dir)
-    finally:
-        # After an error, threads may still be writing there.
-        threads.shutdown(cancel_futures=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    data_dir.parent.mkdir(parents=True, exist_ok=True)
+    # It gets its name when it is whole.
+    prefix = f"{data_dir.name}.unfinished-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=data_dir.parent) as name:
+        try:
+            folder = Path(name)
+            images = fill(folder, source, wanted)
+            # If nodes share this disk, another one may have been faster.
+            if not is_staged(data_dir, wanted):
+                folder.rename(data_dir)
+        finally:
+            # After an error, threads may still be writing there.
+            threads.shutdown(cancel_futures=True)
     seconds = time.perf_counter() - start
     say(f"staged {len(images)} images in {data_dir} after {seconds:.1f} s")
+
+
+def fill(folder: Path, source: Source, wanted: dict) -> list[Member]:
+    """Put the images there in the form that is wanted, and the index; return them."""
+    side = wanted["resize"]
+    if wanted["extract"]:
+        images = list_images(source)
+        for class_folder in {os.path.dirname(image.name) for image in images}:
+            os.makedirs(folder / class_folder, exist_ok=True)
+        if side:
+            for name, data in read_files(source, folder, images, side):
+                (folder / name).write_bytes(data)
+        else:
+            extract(source, folder, images)
+    elif side:
+        path = folder / "images.zip"
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in read_files(source, folder, list_images(source), side):
+                archive.writestr(name, data)
+        source = Source(path, path)
+        images = list_images(source)
+    else:
+        images = list_images(source, copy_to=folder)
+    wanted["archives"] = {"train": source.train.name, "val": source.val.name}
+    write_index(folder, images, wanted)
+    return images
 
 
 def is_staged(data_dir: Path, wanted: dict) -> bool:
@@ -122,23 +143,9 @@ def is_staged(data_dir: Path, wanted: dict) -> bool:
     return True
 
 
-def make_folder(data_dir: Path) -> Path:
-    """Make a folder beside data_dir, which gets that name when it is whole.
-
-    Such folders of processes that are gone from this node, killed, are removed.
-    """
-    folder = data_dir.with_name(f"{data_dir.name}.unfinished-{HOST}.{os.getpid()}")
-    data_dir.parent.mkdir(parents=True, exist_ok=True)
-    for path in data_dir.parent.glob(f"*.unfinished-{HOST}.*"):
-        if not os.path.exists(f"/proc/{path.suffix[1:]}"):
-            shutil.rmtree(path, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-    return folder
-
-
 def list_images(source: Source, copy_to: Path | None = None) -> list[Member]:
     """Return all images, and copy the archives if there is a folder to copy to."""
-    reading = threads.submit(archives.read_devkit, source.devkit)
+    devkit = archives.read_devkit(source.devkit)
     parts = []
     for archive in source.paths():
         path = archive
@@ -148,11 +155,17 @@ def list_images(source: Source, copy_to: Path | None = None) -> list[Member]:
                 # Nothing is copied yet, and a disk that is too small fails here.
                 os.posix_fallocate(file.fileno(), 0, archive.stat().st_size or 1)
         parts += [(archive, path, *part) for part in archives.list_parts(archive)]
-    images = run("copied" if copy_to else "listed", copy_part, parts)
-    devkit = reading.result()
+    futures = [threads.submit(copy_part, *part) for part in parts]
+    tenth = len(parts) // 10 + 1
+    images = []
+    for number, future in enumerate(futures, start=1):
+        images += future.result()
+        if number % tenth == 0 and copy_to:
+            say(f"copied {number / len(parts):.0%}")
     with open(copy_to / source.val.name if copy_to else source.val, "rb") as file:
         images += archives.list_images(file, devkit)
-    archives.check_images(images, source, devkit)
+    if devkit:
+        archives.check_imagenet(images, devkit)
     return images
 
 
@@ -174,118 +187,66 @@ def copy_part(
         return archives.list_class(file, class_tar)
 
 
-def extract(source: Source, folder: Path, side: int | None) -> list[Member]:
-    """Write the images to files in class folders, smaller if there is a `side`."""
-    images = list_images(source)
-    for class_folder in {os.path.dirname(image.name) for image in images}:
-        os.makedirs(folder / class_folder, exist_ok=True)
+def extract(source: Source, folder: Path, images: list[Member]) -> None:
+    """Write the images to files, in threads: 4 times as fast as from processes."""
 
-    def write(name: str, data: bytes) -> None:
-        # Refuse two images of one name, as of cat/1.jpg in two folders.
-        with open(f"{folder}/{name}", "xb") as file:
-            file.write(data)
-
-    return convert(source, images, side, write)
-
-
-def resize(source: Source, folder: Path, side: int) -> Source:
-    """Write the images to a zip, smaller."""
-    path = folder / "images.zip"
-    one_at_a_time = threading.Lock()
-    with zipfile.ZipFile(path, "w") as archive:
-
-        def write(name: str, data: bytes) -> None:
-            with one_at_a_time:
-                archive.writestr(name, data)
-
-        convert(source, list_images(source), side, write)
-    return Source(path, path)
-
-
-def convert(
-    source: Source, images: list[Member], side: int | None, write: Callable
-) -> list[Member]:
-    """Call write(name, data) for each image, in threads; return the images."""
-
-    def convert_some(some: list[Member]) -> list[Member]:
+    def write(some: list[Member]) -> None:
         with open(source.train, "rb") as train, open(source.val, "rb") as val:
             for image in some:
                 file = train if image.name.startswith("train/") else val
-                data = archives.read_member(file, image, image.size)
-                if len(data) < image.size:
-                    raise StagingError(f"it is damaged at {image.name}")
-                if side:
-                    data = shrink(data, side, image.name)
-                write(image.name, data)
-        return some
+                try:
+                    data = archives.read_member(file, image)
+                except (ValueError, zlib.error) as error:
+                    raise StagingError(f"{file.name}: {image.name}: {error}") from None
+                (folder / image.name).write_bytes(data)
 
-    parts = [(images[i : i + 200],) for i in range(0, len(images), 200)]
-    return run("converted", convert_some, parts)
+    parts = [images[i : i + 200] for i in range(0, len(images), 200)]
+    for number, _ in enumerate(threads.map(write, parts), start=1):
+        if number % (len(parts) // 10 + 1) == 0:
+            say(f"extracted {number / len(parts):.0%}")
 
 
-def shrink(data: bytes, side: int, name: str) -> bytes:
-    """Return a JPEG whose shorter side is `side`, or the image if it is no larger."""
-    import torch
-    from torchvision.io import decode_image, encode_jpeg
-    from torchvision.transforms.v2 import functional
+def read_files(
+    source: Source, folder: Path, images: list[Member], side: int
+) -> Iterator[tuple[str, bytes]]:
+    """Yield each image's name and file, smaller, from processes."""
+    import data  # takes seconds
 
-    torch.set_num_threads(1)  # there is a thread for each CPU, outside of PyTorch
-    try:  # All of this releases the GIL.
-        pixels = decode_image(
-            torch.frombuffer(bytearray(data), dtype=torch.uint8), "RGB"
-        )
-    except RuntimeError as error:
-        raise StagingError(f"cannot decode image {name}: {error}") from None
-    if min(pixels.shape[1:]) <= side:
-        return data
-    pixels = functional.to_dtype(pixels, torch.uint8, scale=True)  # a PNG's 16 bits
-    pixels = functional.resize(pixels, [side])
-    return encode_jpeg(pixels, quality=90).numpy().tobytes()
+    paths = {"train": str(source.train.resolve()), "val": str(source.val.resolve())}
+    write_index(folder, images, {"extract": False, "archives": paths})
+    try:
+        for split in paths:
+            smaller = data.Smaller(data.Images(folder, split), side)
+            loader = data.build_loader(smaller, CPUS)
+            numbers = range(len(smaller.images))
+            loader.batch_sampler[:] = [numbers[i : i + 50] for i in numbers[::50]]
+            tenth = len(loader) // 10 + 1
+            for number, batch in enumerate(loader, start=1):
+                yield from zip(*batch, strict=True)
+                if number % tenth == 0:
+                    say(f"converted {number / len(loader):.0%} of {split}")
+    finally:
+        data.end_workers()
 
 
 def write_index(folder: Path, images: list[Member], staged: dict) -> None:
-    """Write where the images are, for data.py.
-
-    train.npy and val.npy have a row for each image, by label and name: label, name
-    (CLASS/NAME), offset and size in the archive and, if it is deflated there, its size
-    there as `packed`. index.json has the classes and the rest.
-    """
-    classes = sorted({image.name.split("/")[1] for image in images})
-    label_of = {class_name: label for label, class_name in enumerate(classes)}
-    rows = {"train": [], "val": []}
-    for path, *place in images:
-        split, class_name, name = path.split("/", 2)
-        name = f"{class_name}/{name}".encode()
-        rows[split].append((label_of[class_name], name, *place))
-    for split in rows:
-        index = np.rec.fromrecords(
-            sorted(rows[split]), names="label, name, offset, size, packed"
-        )
+    """Write where the images are, for data.py: their index, and what is staged."""
+    classes, indices = archives.make_index(images)
+    for split, index in indices.items():
         np.save(folder / f"{split}.npy", index)
     (folder / "index.json").write_text(json.dumps(staged | {"classes": classes}))
 
 
-def run(done: str, function: Callable, parts: list[tuple]) -> list[Member]:
-    """Call a function for each part in threads; return all the images."""
-    futures = [threads.submit(function, *part) for part in parts]
-    tenth = len(parts) // 10 + 1
-    images = []
-    for number, future in enumerate(futures, start=1):
-        images += future.result()
-        if number % tenth == 0:
-            say(f"{done} {number / len(parts):.0%}")
-    return images
-
-
 def remove_abandoned() -> None:
-    """Remove the folders that job.sh has made in /tmp for ended jobs of this user.
+    """Remove the folders that job.sh has made on this disk for ended jobs of this user.
 
     If Slurm ends the job, as in a preemption, job.sh cannot: 150 GB would stay.
     """
     if "SLURM_JOB_ID" not in os.environ:
         return
     # Listed first: a job that starts after squeue may make one.
-    folders = list(Path("/tmp").glob("slurm-job-*"))
+    disk = Path(os.environ.get("SLURM_TMPDIR", "/tmp/slurm-job-1")).parent
+    folders = list(disk.glob("slurm-job-*"))
     command = ["squeue", "--me", "--noheader", "--all", "--format=%A"]
     # SQUEUE_PARTITION, say, would hide jobs.
     env = {name: os.environ[name] for name in os.environ if "SQUEUE_" not in name}

@@ -1,4 +1,4 @@
-"""What watches a training: hangs, metrics, a profile, the wait for data, the GPUs."""
+"""What watches a training: hangs, metrics, a profile, the wait for data."""
 
 import argparse
 import contextlib
@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checkpoint import Run
 
 
 class Watch:
@@ -26,15 +26,15 @@ class Watch:
         folder: Path,
         device: torch.device,
         args: argparse.Namespace,
-        steps_done: int,
+        run: Run,
     ):
         self.compiles = args.compile
         self.usage = Usage(device)
         self.profile = start_profile(folder, device) if args.profile else None
         self.hangs = HangWatch(args.timeout)
-        with self.paused():
+        with self.hangs.paused():
             # Rank 0 may wait here for W&B's server, for 90 seconds.
-            self.tracker = Tracker(folder, args, steps_done)
+            self.tracker = Tracker(folder, args, run)
             dist.barrier()
 
     def batches(self, loader: Iterable) -> Iterator:
@@ -66,13 +66,14 @@ class Watch:
         """Return the speed of this loop so far."""
         return self.steps / self.usage.seconds()
 
-    def paused(self):
-        """Return a context that may take long. All ranks enter it: others wait."""
-        return self.hangs.paused()
+    def speed(self, images: int) -> dict[str, float]:
+        """Return how fast this loop was, of so many images a step, to be logged.
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Write the metrics after so many steps, on rank 0."""
-        self.tracker.log(step, values)
+        Nothing, if it had no step: an earlier start has taken them all.
+        """
+        if not self.steps:
+            return {}
+        return {"images/s": self.steps_per_second() * images} | self.usage.shares()
 
     def close(self) -> None:
         """Stop watching: on all ranks, before the process group is destroyed."""
@@ -80,6 +81,24 @@ class Watch:
             self.profile.stop()
         self.hangs.close()
         self.tracker.close()
+
+
+def watch_start(timeout: float) -> threading.Timer:
+    """End this rank, unless it is cancelled in time: before there is a `HangWatch`."""
+
+    def end() -> None:
+        logging.error(
+            f"error: rank {os.environ['RANK']} on {socket.gethostname()} has not begun "
+            f"to train after {timeout:.0f} s: another rank or its node is gone, or "
+            "NCCL cannot use the network, see NCCL_SOCKET_IFNAME"
+        )
+        faulthandler.dump_traceback()
+        os._exit(1)
+
+    timer = threading.Timer(timeout, end)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 class HangWatch:
@@ -108,6 +127,7 @@ class HangWatch:
 
     @contextlib.contextmanager
     def paused(self):
+        """Give time to what may take long. All ranks enter it: others wait."""
         before = self.may_be_slow
         self.tick(self.doing, may_be_slow=True)
         yield
@@ -192,17 +212,18 @@ class Tracker:
     A training is worth more than its metrics: no error of theirs ends it.
     """
 
-    def __init__(self, folder: Path, args: argparse.Namespace, steps_done: int):
+    def __init__(self, folder: Path, args: argparse.Namespace, run: Run):
         self.writers: dict = {}
         if dist.get_rank() != 0:
             return
         with self._survive_errors("TensorBoard"):
-            self.writers["TensorBoard"] = TensorBoard(folder, steps_done)
+            self.writers["TensorBoard"] = TensorBoard(folder, run.scheduler.last_epoch)
         if args.wandb:
             with self._survive_errors("W&B (no internet? export WANDB_MODE=offline)"):
-                self.writers["W&B"] = start_wandb(folder, args)
+                self.writers["W&B"] = start_wandb(folder, args, run.id)
 
     def log(self, step: int, values: dict[str, float]) -> None:
+        """Write the metrics after so many steps."""
         for name, writer in list(self.writers.items()):
             with self._survive_errors(name):
                 writer.log(values, step)
@@ -247,8 +268,8 @@ class TensorBoard:
         self.writer.close()
 
 
-def start_wandb(folder: Path, args: argparse.Namespace):
-    """Return the W&B run that has the checkpoint folder's name, on every start.
+def start_wandb(folder: Path, args: argparse.Namespace, run_id: str):
+    """Return the W&B run of this id, the same one on every start.
 
     Slurm may send SIGTERM to all processes of a job. That ends W&B's own process, for
     the rest of this start (github.com/wandb/wandb/issues/9963). What was logged a
@@ -258,7 +279,8 @@ def start_wandb(folder: Path, args: argparse.Namespace):
 
     return wandb.init(
         project=args.wandb,
-        id=folder.name,
+        name=folder.name,
+        id=run_id,
         resume="allow",
         dir=folder,
         config=vars(args),
@@ -292,18 +314,15 @@ def start_profile(folder: Path, device: torch.device) -> torch.profiler.profile:
 
 
 class Usage:
-    """Measures how a loop uses its device, and on rank 0 all GPUs that it sees."""
+    """Measures how a loop uses its device."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
         self.start_loop()
-        if self.on_gpu and dist.get_rank() == 0:
-            threading.Thread(target=self._ask_gpus, daemon=True).start()
 
     def start_loop(self) -> None:
         self.start = time.perf_counter()
         self.waits = []  # for batches: when each began, and when it ended
-        self.percent_busy = []
 
     def seconds(self) -> float:
         """Return for how long this loop has run."""
@@ -324,8 +343,6 @@ class Usage:
         if self.on_gpu:
             free, total = torch.cuda.mem_get_info()
             shares["usage/memory in use"] = 1 - free / total
-        if self.percent_busy:
-            shares["usage/GPUs busy"] = statistics.mean(self.percent_busy) / 100
         return shares
 
     def _seconds_waited(self) -> float:
@@ -334,17 +351,11 @@ class Usage:
         torch.cuda.synchronize()
         return sum(begin.elapsed_time(end) for begin, end in self.waits) / 1000
 
-    def _ask_gpus(self) -> None:
-        # A slice of a GPU (MIG) does not tell, nor do some containers.
-        with contextlib.suppress(Exception):
-            while True:
-                for gpu in range(torch.cuda.device_count()):
-                    self.percent_busy.append(torch.cuda.utilization(gpu))
-                time.sleep(1)
 
-
-def describe_usage(shares: dict[str, float]) -> str:
-    """Return ", 3% waiting for data, 39% memory in use, 97% GPUs busy"."""
-    return "".join(
-        f", {share:.0%} {name.removeprefix('usage/')}" for name, share in shares.items()
-    )
+def describe_speed(speed: dict[str, float]) -> str:
+    """Return "900 images/s, 3% waiting for data, 39% memory in use"."""
+    if not speed:
+        return "nothing was left to train"
+    rate, *shares = speed.items()
+    told = [f"{share:.0%} {name.removeprefix('usage/')}" for name, share in shares]
+    return ", ".join([f"{rate[1]:.0f} images/s", *told])

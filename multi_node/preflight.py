@@ -69,8 +69,8 @@ def main() -> None:
     except (OSError, RuntimeError) as error:
         problems.append(
             f"{NODE} cannot join the others at MASTER_ADDR={environ['MASTER_ADDR']}, "
-            f"MASTER_PORT={environ['MASTER_PORT']}, which must be rank 0's node "
-            f"and a free port there: {reason_of(error)}"
+            f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, and a "
+            f"free port there? {reason_of(error)}"
         )
         print_notes("problem", [mine])
         leave(1)
@@ -92,7 +92,8 @@ def main() -> None:
 def check_task() -> None:
     """Refuse to start without srun: this process would wait for the other tasks."""
     tasks = environ.get("SLURM_NTASKS", "1")
-    if environ.get("SLURM_STEP_NUM_TASKS", "1") != tasks and "RANK" not in environ:
+    in_step = environ.get("SLURM_STEP_NUM_TASKS", "1") == tasks
+    if not in_step and "TORCHELASTIC_RUN_ID" not in environ:
         sys.exit(
             f"preflight.py: error: this is none of the {tasks} tasks of the job: "
             "start preflight.py with srun"
@@ -100,18 +101,19 @@ def check_task() -> None:
 
 
 def set_ranks() -> None:
-    """Set torchrun's variables from srun's. Under torchrun, they are set already."""
-    environ.setdefault("RANK", environ.get("SLURM_PROCID", "0"))
-    environ.setdefault("LOCAL_RANK", environ.get("SLURM_LOCALID", "0"))
-    environ.setdefault("WORLD_SIZE", environ.get("SLURM_NTASKS", "1"))
+    """Set torchrun's variables from srun's, whatever a shell has left in them."""
+    if "TORCHELASTIC_RUN_ID" in environ:  # torchrun has set them
+        return
+    environ["RANK"] = environ.get("SLURM_PROCID", "0")
+    environ["LOCAL_RANK"] = environ.get("SLURM_LOCALID", "0")
+    environ["WORLD_SIZE"] = environ.get("SLURM_NTASKS", "1")
 
 
 def look_at_gpu(local_rank: int, cpu: bool) -> dict:
     """Return the device that main.py takes, after computing on it."""
-    gpus = visible = torch.cuda.device_count()
+    visible = torch.cuda.device_count()
+    gpus = int(environ.get("SLURM_GPUS_ON_NODE", visible))  # the job's
     one_only = "," not in (environ.get("CUDA_VISIBLE_DEVICES") or ",")
-    if one_only or visible == 0:
-        gpus = int(environ.get("SLURM_GPUS_ON_NODE", visible))
     found = {"device": "cpu", "GPU": f"none of {gpus}"}
     if 0 < gpus <= local_rank:
         problems.append(
@@ -128,7 +130,7 @@ def look_at_gpu(local_rank: int, cpu: bool) -> dict:
         warnings.append("no GPU found: main.py would train on the CPU")
         return found
     try:
-        device = torch.device("cuda", 0 if one_only else local_rank)
+        device = torch.device("cuda", local_rank % max(1, visible))
         torch.ones(1, device=device).item()
         free, total = torch.cuda.mem_get_info(device)
         name = torch.cuda.get_device_name(device)
@@ -261,10 +263,12 @@ def sum_up(
     store: dist.Store, backend: str, device: torch.device, rank: int, world_size: int
 ) -> str:
     """Sum up numbers over all ranks, check the sums, and return how fast it was."""
+    options = {}
     if backend == "nccl":
         torch.cuda.set_device(device)  # of this thread
+        options = {"device_id": device}
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, device_id=device
+        backend, store=store, rank=rank, world_size=world_size, **options
     )
     numbers = torch.full((MEBIBYTES * 2**18,), rank + 1.0, device=device)
     dist.all_reduce(numbers.clone())  # the first one opens the connections

@@ -20,39 +20,36 @@ from tqdm import tqdm
 
 
 def parse_args() -> argparse.Namespace:
-    def at_least(minimum):
-        def number(text):
-            value = type(minimum)(text)
-            if not value >= minimum:  # unlike `<`, this refuses nan
-                raise argparse.ArgumentTypeError(f"must be at least {minimum}: {text}")
-            return value
-
-        return number
-
     parser = argparse.ArgumentParser(
         description=__doc__,
-        usage="%(prog)s [options]",
+        usage="sbatch [Slurm's options] job.sh [options], or main.py [options]",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
     data_dir = f"{environ.get('SLURM_TMPDIR', '.')}/data"
     add = parser.add_argument
     add("--data-dir", default=data_dir, help="has CIFAR-10, or gets it")
     add("--synthetic", action="store_true", help="made-up images, two short epochs")
-    add("--epochs", type=at_least(1), default=35, help="passes over the training set")
-    add("--batch-size", type=at_least(1), default=256, help="images per GPU at a time")
+    add("--epochs", type=int, default=35, help="passes over the training set")
+    add("--batch-size", type=int, default=128, help="images per GPU at a time")
     add(
         "--learning-rate",
-        type=at_least(0.0),
+        type=float,
         default=0.2,
         help="peak, per 256 images of the global batch",
     )
-    add("--weight-decay", type=at_least(0.0), default=5e-4, help="L2 penalty")
-    add("--seed", type=at_least(0), default=0, help="seed of everything random")
+    add("--weight-decay", type=float, default=5e-4, help="L2 penalty")
+    add("--seed", type=int, default=0, help="of weights, order, crops and flips")
     add("--compile", action="store_true", help="a slow start, then faster steps")
-    if parser.parse_args().synthetic:
-        parser.set_defaults(epochs=2, batch_size=32)  # half a minute on two cores
-    return parser.parse_args()
+    if "--synthetic" in sys.argv:  # other defaults, which options still override
+        parser.set_defaults(epochs=2, batch_size=8)  # a minute or two on two cores
+    args = parser.parse_args()
+    if min(args.epochs, args.batch_size) < 1:
+        parser.error("--epochs and --batch-size must be at least 1")
+    if min(args.learning_rate, args.weight_decay, args.seed) < 0:
+        parser.error("--learning-rate, --weight-decay, --seed must be at least 0")
+    return args
 
 
 def main() -> None:
@@ -60,19 +57,18 @@ def main() -> None:
     check_task()
     setup_logging()
     logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        logging.warning("warning: no GPU found, training on the CPU")
+    weights_file = find_weights_file()
+    device = find_device()
+    dtype = find_dtype(device)
 
     train_set, valid_set, test_set = load_data(args, device)
-    world_size = 1
-    global_batch_size = world_size * args.batch_size
-    steps = count_steps(len(train_set), global_batch_size, world_size)
+    global_batch_size = args.batch_size
+    steps = count_steps(len(train_set), global_batch_size)
     logging.info(
-        f"World size {world_size}: {steps} steps an epoch, "
-        f"{world_size} x {args.batch_size} samples each, of {len(train_set)}; "
+        f"World size 1: {steps} steps an epoch, "
+        f"1 x {args.batch_size} samples each, of {len(train_set)}; "
         f"{len(valid_set)} to validate, {len(test_set)} to test; "
-        f"computing in {'bfloat16' if has_bfloat16() else 'float32'}"
+        f"computing in {str(dtype).removeprefix('torch.')}"
     )
 
     torch.manual_seed(args.seed)
@@ -80,16 +76,20 @@ def main() -> None:
     if args.compile:
         model.compile()
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
+    # In float16, small gradients would become 0. The scaler multiplies the loss before
+    # backward(), and so all gradients. It skips a step whose gradients overflow.
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
         batches = training_batches(train_set, global_batch_size, args.seed, epoch)
-        bar = progress(epoch, steps)
-        metrics = train(model, optimizer, scheduler, batches, bar)
-        train_loss, train_accuracy = average(metrics, steps * global_batch_size)
+        # A progress bar, in a terminal only.
+        batches = tqdm(batches, f"Epoch {epoch}", steps, leave=False, disable=None)
+        metrics = train(model, optimizer, scheduler, scaler, batches)
+        train_loss, train_accuracy = average(metrics)
         rate = steps * global_batch_size / (time.perf_counter() - start)
         metrics = evaluate(model, evaluation_batches(valid_set, args.batch_size))
-        valid_loss, valid_accuracy = average(metrics, len(valid_set))
+        valid_loss, valid_accuracy = average(metrics)
         logging.info(
             f"Epoch {epoch}: "
             f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
@@ -97,78 +97,109 @@ def main() -> None:
             f"{rate:.0f} images/s"
         )
     metrics = evaluate(model, evaluation_batches(test_set, args.batch_size))
-    test_loss, test_accuracy = average(metrics, len(test_set))
+    test_loss, test_accuracy = average(metrics)
     logging.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
+    torch.save(model.state_dict(), weights_file)
+    logging.info(f"Weights: {weights_file}")
 
 
 def check_task() -> None:
-    """Refuse to be one of several tasks: each would train the same."""
-    if environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        fail("this example is a single process: start one task, or use multi_gpu")
+    """Refuse several tasks, and a start without srun, maybe on the login node."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "none")
+    if tasks != "1" and "SLURM_JOB_ID" in environ:
+        fail(f"start it with srun, as one task, not {tasks}; multi_gpu is for several")
 
 
-def train(model, optimizer, scheduler, batches, bar: tqdm) -> Tensor:
-    """Train on all the batches and return their metrics (see `measure`)."""
+def find_device() -> torch.device:
+    """Return the GPU of this process, or the CPU where there is none."""
+    gpus = int(environ.get("SLURM_GPUS_ON_NODE", "0"))  # the job's
+    if gpus > 1:
+        logging.warning(f"warning: 1 of {gpus} GPUs is used: ask for one")
+    visible = torch.cuda.device_count()
+    # A driver that shows no GPU is broken: set_device() below fails, and says how.
+    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    if visible == 0 and (not has_driver or environ.get("CUDA_VISIBLE_DEVICES") == ""):
+        logging.warning("warning: no GPU found, training on the CPU")
+        return torch.device("cpu", 0)
+    device = torch.device("cuda", 0)
+    try:
+        torch.cuda.set_device(device)
+    except Exception as error:  # of several kinds
+        fail(
+            f"no GPU of {socket.gethostname()} works: {str(error).splitlines()[0]}: "
+            "ask for --gpus-per-node, or --exclude this node; to train on the CPU, "
+            "export CUDA_VISIBLE_DEVICES=''"
+        )
+    return device
+
+
+def find_weights_file() -> str:
+    """Return where the weights will be: beside the log of the job."""
+    path = os.path.abspath(f"model-{environ.get('SLURM_JOB_ID', 'none')}.pt")
+    if not os.access(".", os.W_OK):
+        fail(f"cannot write the weights to {path}: use a clone that you can write to")
+    return path
+
+
+def train(model, optimizer, scheduler, scaler, batches) -> Tensor:
+    """Train on all the batches. Return float64 [sum of losses, correct, samples]."""
     model.train()
     device = next(model.parameters()).device
+    dtype = find_dtype(device)
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in batches:
-        with torch.autocast(device.type, torch.bfloat16, has_bfloat16()):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logits = model(normalize(images))
-            loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
+            loss = F.cross_entropy(logits, labels)
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         scheduler.step()
-        measure(metrics, logits.detach(), labels)
-        show(bar, metrics)
-    bar.close()
+        # These sums stay on the GPU: to read one, the CPU would wait for the GPU.
+        metrics[0] += loss.detach() * len(labels)
+        metrics[1] += (logits.argmax(1) == labels).sum()
+        metrics[2] += len(labels)
     return metrics
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches) -> Tensor:
-    """Return the metrics of the model (see `measure`) over all the batches."""
+@torch.compiler.set_stance("force_eager")  # --compile would compile every batch size
+def evaluate(model, batches) -> Tensor:
+    """Return the model's [sum of losses, correct, samples] over all the batches."""
     model.eval()
     device = next(model.parameters()).device
+    dtype = find_dtype(device)
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in batches:
-        with torch.autocast(device.type, torch.bfloat16, has_bfloat16()):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logits = model(normalize(images))
-        measure(metrics, logits, labels)
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+        metrics[0] += loss
+        metrics[1] += (logits.argmax(1) == labels).sum()
+        metrics[2] += len(labels)
     return metrics
 
 
-@functools.cache  # asked in every step
-def has_bfloat16() -> bool:
-    """Say whether a GPU computes bfloat16 itself. T4 and RTX 8000 only emulate it."""
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+def find_dtype(device: torch.device) -> torch.dtype:
+    """Return what convolutions compute in: 16 bits are several times faster on GPUs."""
+    if device.type == "cpu":
+        return torch.float32
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.float16  # V100, T4 and RTX 8000 only emulate bfloat16
 
 
-def measure(metrics: Tensor, logits: Tensor, labels: Tensor) -> None:
-    """Add a batch to `metrics`, float64 [sum of losses, correct, samples].
-
-    The losses are without label smoothing. A label of -100, which `cross_entropy`
-    ignores, marks padding. The metrics stay on the device: reading one makes the CPU
-    wait for the GPU.
-    """
-    losses = F.cross_entropy(logits.float(), labels, reduction="none")
-    metrics[0] += losses.sum(dtype=torch.float64)
-    metrics[1] += (logits.argmax(dim=1) == labels).sum()
-    metrics[2] += (labels >= 0).sum()
-
-
-def average(metrics: Tensor, samples: int) -> tuple[float, float]:
-    """Return the mean loss and the accuracy, 0 to 1, over exactly `samples` samples."""
-    loss, correct, counted = metrics.tolist()
-    assert counted == samples, f"{counted:.0f} samples were counted, not {samples}"
+def average(metrics: Tensor) -> tuple[float, float]:
+    """Return the mean loss and the accuracy, 0 to 1."""
+    loss, correct, samples = metrics.tolist()
     return loss / samples, correct / samples
 
 
 def build_optimizer(
     model, args: argparse.Namespace, global_batch_size: int, steps: int
 ):
-    """Return SGD and its one-cycle schedule, which is moved on after every step."""
+    """Return SGD and its one-cycle schedule, which advances after every step."""
     # The rate follows the global batch: linear scaling, Goyal et al. 2017.
     learning_rate = args.learning_rate * global_batch_size / 256
     optimizer = torch.optim.SGD(
@@ -179,44 +210,30 @@ def build_optimizer(
         weight_decay=args.weight_decay,
         fused=True,
     )
+    for weight in model.parameters():
+        # Else, if the first step overflows in float16, fused SGD goes on with garbage.
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
         max_lr=learning_rate,
         total_steps=args.epochs * steps,
-        pct_start=0.23,  # of all steps until the peak: Jordan 2024, arXiv:2404.00498
+        pct_start=0.3,  # the part of all steps in which the rate rises,
+        div_factor=10,  # from a tenth of its peak
+        anneal_strategy="linear",
         cycle_momentum=False,
     )
     return optimizer, scheduler
 
 
-def count_steps(samples: int, global_batch_size: int, world_size: int) -> int:
+def count_steps(samples: int, global_batch_size: int) -> int:
     """Return the steps of an epoch. An incomplete last global batch is dropped."""
     steps = samples // global_batch_size
     if steps == 0:
         fail(
             f"a step takes {global_batch_size} samples and there are only {samples} "
-            f"to train on: choose --batch-size {samples // world_size} or less"
+            "to train on: choose a smaller --batch-size"
         )
     return steps
-
-
-def progress(epoch: int, steps: int) -> tqdm:
-    """Return the progress bar of an epoch."""
-    options = {"mininterval": 1, "disable": None}  # seconds; None: only in a terminal
-    # Under salloc, srun's tasks have no terminal, but a person watches: `show` logs.
-    in_salloc = "SLURM_STEP_ID" in environ and environ.get("ENVIRONMENT") != "BATCH"
-    if in_salloc and not sys.stderr.isatty():
-        options = {"mininterval": 10, "file": open(os.devnull, "w")}
-    return tqdm(total=steps, desc=f"Epoch {epoch}", leave=False, **options)
-
-
-def show(bar: tqdm, metrics: Tensor) -> None:
-    """Move the bar on by a step. When it is drawn, read the loss."""
-    if bar.update():
-        loss, _, samples = metrics.tolist()
-        bar.set_postfix(loss=f"{loss / samples:.3f}")
-        if not bar.fp.isatty():
-            logging.info(bar)  # a line: srun passes on whole lines only
 
 
 def setup_logging() -> None:
@@ -232,13 +249,12 @@ def fail(message: str) -> None:
     sys.exit(f"main.py: error: {message}")
 
 
-# CIFAR-10: a model for its small images, and all of them in the memory of the device.
+# CIFAR-10: a model for small images, and the images, all in the device's memory.
 
 
 def build_model() -> nn.Module:
     """Return a ResNet-18 whose stem keeps 32 x 32 pixels: ImageNet's leaves 8 x 8."""
-    # Each block begins as the identity: Goyal et al. 2017, arXiv:1706.02677.
-    model = models.resnet18(num_classes=10, zero_init_residual=True)
+    model = models.resnet18(num_classes=10)
     model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model
@@ -248,7 +264,7 @@ def build_model() -> nn.Module:
 class Split:
     """Images and their classes."""
 
-    images: Tensor  # uint8, (samples, 3, 32, 32), or what view_crops makes of it
+    images: Tensor  # uint8, (samples, 32, 32, 3); to train on, padded to 40 x 40
     labels: Tensor  # int64, (samples,)
 
     def __len__(self) -> int:
@@ -260,16 +276,16 @@ def load_data(args: argparse.Namespace, device: torch.device):
     tensors = draw_synthetic() if args.synthetic else read_cifar10(args.data_dir)
     images, labels, *test = (tensor.to(device) for tensor in tensors)
     # The images come in a random order: the last tenth is held out for validation.
-    valid = len(labels) // 10
-    train_set = Split(view_crops(images[:-valid]), labels[:-valid])
-    return train_set, Split(images[-valid:], labels[-valid:]), Split(*test)
+    held_out = len(labels) // 10
+    train_set = Split(F.pad(images[:-held_out], (0, 0, 4, 4, 4, 4)), labels[:-held_out])
+    return train_set, Split(images[-held_out:], labels[-held_out:]), Split(*test)
 
 
 def read_cifar10(data_dir: str) -> list[Tensor]:
     """Return images and labels, to train on and to test, downloaded if need be."""
     socket.setdefaulttimeout(10)  # seconds: a firewall may drop packets in silence
     try:
-        parts = [CIFAR10(data_dir, train, download=True) for train in (True, False)]
+        parts = [CIFAR10(data_dir, train=part, download=True) for part in (True, False)]
     except (OSError, RuntimeError) as error:
         fail(
             f"no whole CIFAR-10 in {os.path.abspath(data_dir)} on "
@@ -279,59 +295,41 @@ def read_cifar10(data_dir: str) -> list[Tensor]:
         )
     tensors = []
     for part in parts:
-        tensors += [torch.from_numpy(part.data).permute(0, 3, 1, 2)]
-        tensors += [torch.tensor(part.targets)]
+        tensors += [torch.from_numpy(part.data), torch.tensor(part.targets)]
     return tensors
 
 
 def draw_synthetic() -> list[Tensor]:
-    """Draw images and labels, as `read_cifar10`: a colour a class, hidden in noise."""
+    """Draw what `read_cifar10` reads: each class is a colour, hidden in noise."""
     torch.manual_seed(0)
     labels = torch.randint(10, (1408,))
-    colors = torch.randint(64, 192, (10, 3, 1, 1))
-    noise = 48 * torch.randn(len(labels), 3, 32, 32)
+    colors = torch.randint(64, 192, (10, 1, 1, 3))
+    noise = 48 * torch.randn(len(labels), 32, 32, 3)
     images = (colors[labels] + noise).clamp(0, 255).byte()
     return [images[:1152], labels[:1152], images[1152:], labels[1152:]]
 
 
-def view_crops(images: Tensor) -> Tensor:
-    """Return a view of all crops of the images and of their mirror images.
-
-    Its shape is (samples, 2, 9, 9, 3, 32, 32): flipped or not, top edge, left edge,
-    and then a crop. To augment a batch is to index it. Only the two padded images of
-    each sample, of 40 x 40 pixels, are copies.
-    """
-    padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, 4, 4, 4, 4))
-    both = torch.stack((padded, padded.flip(2)), dim=1)
-    return both.unfold(2, 32, 1).unfold(3, 32, 1)
-
-
 def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int):
-    """Yield an epoch's batches, augmented: (batch, 3, 32, 32) images and labels."""
-    draws = draw_epoch(len(data), seed, epoch)
-    order, top, left, flip = (
-        torch.from_numpy(draw).to(data.labels.device) for draw in draws
-    )
-    steps = len(data) // global_batch_size
-    batches = order[: steps * global_batch_size].view(steps, global_batch_size)
-    for index in batches:
-        # One crop of each sample comes out: (batch, 3, 32, 32).
-        images = data.images[index, flip[index], top[index], left[index]]
+    """Yield an epoch's batches, cropped and flipped at random."""
+    order, top, left, flip = draw_epoch(len(data), seed, epoch, data.labels.device)
+    steps = len(data) // global_batch_size  # without the incomplete last batch
+    pixels = torch.arange(32, device=order.device)
+    for index in order.split(global_batch_size)[:steps]:
+        sample = index[:, None, None]  # (batch, 1, 1)
+        rows = top[sample] + pixels[:, None]  # (batch, 32, 1)
+        columns = left[sample] + pixels  # (batch, 1, 32)
+        images = data.images[sample, rows, columns]  # (batch, 32, 32, 3)
+        images = torch.where(flip[sample, None], images.flip(2), images)
         yield images, data.labels[index]
 
 
 def evaluation_batches(data: Split, batch_size: int):
-    """Return all samples once, in batches of one size: --compile compiles for each.
-
-    The last one is padded with images of label -100, which count nowhere.
-    """
-    missing = -len(data) % batch_size
-    images = F.pad(data.images, (0, 0, 0, 0, 0, 0, 0, missing))
-    labels = F.pad(data.labels, (0, missing), value=-100)
+    """Return all samples once, in batches."""
+    images, labels = data.images, data.labels
     return zip(images.split(batch_size), labels.split(batch_size), strict=True)
 
 
-def draw_epoch(samples: int, seed: int, epoch: int):
+def draw_epoch(samples: int, seed: int, epoch: int, device: torch.device):
     """Draw the order of an epoch, and each sample's top edge, left edge and flip.
 
     They follow from seed, epoch and sample alone, not from the number of GPUs.
@@ -339,21 +337,20 @@ def draw_epoch(samples: int, seed: int, epoch: int):
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(samples)
     top, left = rng.integers(9, size=(2, samples))
-    # Every second epoch shows the other mirror image: Jordan 2024, arXiv:2404.00498.
-    flip = (np.random.default_rng(seed).integers(2, size=samples) + epoch) % 2
-    return order, top, left, flip
+    flip = rng.random(samples) < 0.5
+    return [torch.from_numpy(draw).to(device) for draw in (order, top, left, flip)]
 
 
 def normalize(images: Tensor) -> Tensor:
     """Return uint8 images as float32 of mean 0 and deviation 1, in channels_last."""
     mean, std = mean_and_std(images.device)
-    return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
+    return ((images - mean) / std).permute(0, 3, 1, 2)  # (batch, 3, 32, 32)
 
 
-@functools.cache  # made from numbers in every step, it would wait for the GPU
+@functools.cache  # Each copy to the GPU makes the CPU wait for it: copy once.
 def mean_and_std(device: torch.device) -> Tensor:
     values = [[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]]
-    return 255 * torch.tensor(values, device=device).view(2, 3, 1, 1)
+    return 255 * torch.tensor(values, device=device)
 
 
 if __name__ == "__main__":

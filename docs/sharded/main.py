@@ -12,37 +12,61 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-rank = int(os.environ["SLURM_PROCID"])
-local_rank = int(os.environ["SLURM_LOCALID"])
-world_size = int(os.environ["SLURM_NTASKS"])
+rank = int(os.environ.get("SLURM_PROCID", 0))
+local_rank = int(os.environ.get("SLURM_LOCALID", 0))
+world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+if world_size == 1:  # without srun
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if device.type == "cuda":
-    torch.cuda.set_device(local_rank)
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
 dist.init_process_group(
     "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world_size
 )
 torch.manual_seed(0)
+epochs = 5
 
-points = torch.rand(4096, 2)  # your data
+points = torch.rand(16384, 2)  # your data
 dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
 loader = DataLoader(
     dataset, 64, sampler=DistributedSampler(dataset, drop_last=True), drop_last=True
 )
 
-# Your model.
-model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
-for block in model:
-    fully_shard(block)
+
+class Transformer(nn.Module):
+    """Your model."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(1, 32)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=64, dropout=0.0)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, points):
+        tokens = self.embed(points.T.unsqueeze(2))  # each coordinate is a token
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return self.head(tokens.mean(0))
+
+
+model = Transformer()
+for layer in model.layers:
+    fully_shard(layer)
 fully_shard(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 run = {"model": model, "optimizer": optimizer}
-done = max([int(path.split("/")[1]) for path in glob("checkpoints/*/.metadata")] + [0])
-if done:
+first = max([int(path.split("/")[1]) for path in glob("checkpoints/*/.metadata")] + [0])
+if first:
     get_optimizer_state_dict(model, optimizer)  # makes what load fills
-    dcp.load(run, checkpoint_id=f"checkpoints/{done}")
+    dcp.load(run, checkpoint_id=f"checkpoints/{first}")
+if rank == 0 and first >= epochs:
+    print("Nothing to do: to start over, remove checkpoints", flush=True)
 
-for epoch in range(done, 5):
+for epoch in range(first, epochs):
     loader.sampler.set_epoch(epoch)
     metrics = torch.zeros(2, dtype=torch.float64, device=device)
     for inputs, targets in loader:
@@ -57,7 +81,8 @@ for epoch in range(done, 5):
     total, count = metrics
     if rank == 0:
         print(
-            f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples",
+            f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples, "
+            f"{world_size} processes",
             flush=True,
         )
     dcp.save(run, checkpoint_id=f"checkpoints/{epoch + 1}")

@@ -1,6 +1,8 @@
 """Images in a folder for each class, and the worker processes that read them."""
 
 import argparse
+import socket
+import sys
 import warnings
 from os import environ
 from pathlib import Path
@@ -8,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torchvision import models
 from torchvision.datasets.folder import find_classes, make_dataset
 from torchvision.io import decode_image
 from torchvision.transforms import v2
@@ -18,7 +21,7 @@ from torchvision.transforms import v2
 warnings.filterwarnings("ignore", "The image decoding and encoding capabilities")
 
 IMAGES = (".jpg", ".jpeg", ".png")
-SPLITS = ("train", "validation", "test")
+SPLITS = ("train", "val", "test")
 SIZE = 32  # pixels
 augment = v2.Compose([v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()])
 center = v2.Compose([v2.Resize(SIZE), v2.CenterCrop(SIZE)])
@@ -28,8 +31,13 @@ class Images(Dataset):
     """The images of DATA_DIR/SPLIT/CLASS/, and their classes."""
 
     def __init__(self, data_dir: str, split: str, seed: int):
-        _, label_of = find_classes(f"{data_dir}/train")
-        files = make_dataset(f"{data_dir}/{split}", label_of, IMAGES, allow_empty=True)
+        classes, label_of = find_classes(f"{data_dir}/train")
+        found, _ = find_classes(f"{data_dir}/{split}")
+        if unknown := set(found) - set(classes):
+            raise ValueError(f"classes in {split}, but not in train: {unknown}")
+        # Raises FileNotFoundError where a class has a folder, but no images.
+        label_of = {name: label_of[name] for name in found}
+        files = make_dataset(f"{data_dir}/{split}", label_of, IMAGES)
         # Workers share arrays. Each would end up with a copy of a list.
         self.paths = np.array([path for path, _ in files])
         self.labels = np.array([label for _, label in files])
@@ -37,6 +45,9 @@ class Images(Dataset):
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def name(self, index: int) -> str:
+        return self.paths[index]
 
     def read(self, index: int) -> tuple[bytes, int]:
         """Return an image's file, a JPEG or PNG, and its class."""
@@ -46,9 +57,11 @@ class Images(Dataset):
         """Return a sample as an epoch shows it. Epoch 0 is for evaluation."""
         epoch, index = key
         file, label = self.read(index)
-        image = decode_image(
-            torch.frombuffer(bytearray(file), dtype=torch.uint8), "RGB"
-        )
+        content = torch.frombuffer(bytearray(file), dtype=torch.uint8)
+        try:
+            image = decode_image(content, "RGB")
+        except RuntimeError as error:
+            raise RuntimeError(f"cannot decode {self.name(index)}: {error}") from None
         if epoch == 0:
             return center(image), label
         # What is random follows from these three, not from the worker or the rank.
@@ -74,6 +87,10 @@ class Split:
     def __len__(self) -> int:
         return len(self.samples)
 
+    @property
+    def classes(self) -> int:
+        return int(self.samples.labels.max()) + 1
+
 
 def load_data(args: argparse.Namespace) -> list[Split]:
     """Return the training, validation and test sets.
@@ -81,7 +98,27 @@ def load_data(args: argparse.Namespace) -> list[Split]:
     Call this before CUDA and NCCL are up: to fork a process that has them up hangs on
     some networks.
     """
-    return [Split(Images(args.data_dir, split, args.seed)) for split in SPLITS]
+    try:
+        sets = [Images(args.data_dir, split, args.seed) for split in SPLITS]
+        check_sets(*sets)
+    except (OSError, ValueError) as error:
+        sys.exit(f"data.py: error: {args.data_dir} on {socket.gethostname()}: {error}")
+    return [Split(samples) for samples in sets]
+
+
+def check_sets(train: Dataset, *others: Dataset) -> None:
+    """Raise ValueError if one is empty, or a class is not in train."""
+    for split, samples in zip(SPLITS, (train, *others), strict=True):
+        if len(samples) == 0:
+            raise ValueError(f"there is nothing in {split}")
+    classes = set(train.labels.tolist())
+    if wrong := classes ^ set(range(max(classes) + 1)):
+        raise ValueError(
+            f"train has no sample of a class, or a negative class: {wrong}"
+        )
+    for split, samples in zip(SPLITS[1:], others, strict=True):
+        if unknown := set(samples.labels.tolist()) - classes:
+            raise ValueError(f"classes in {split}, but not in train: {unknown}")
 
 
 def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int):
@@ -113,3 +150,11 @@ def load(data: Split, epoch: int, batches):
 def normalize(images: Tensor) -> Tensor:
     """Return uint8 images as float32 of about mean 0 and deviation 1."""
     return ((images - 114.0) / 58.0).contiguous(memory_format=torch.channels_last)
+
+
+def build_model(classes: int) -> nn.Module:
+    """Return a ResNet-18 whose stem keeps 32 x 32 pixels: ImageNet's leaves 8 x 8."""
+    model = models.resnet18(num_classes=classes)
+    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model

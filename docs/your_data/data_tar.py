@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import socket
+import sys
 import tarfile
 import warnings
 from collections.abc import Iterator
@@ -11,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torchvision import models
 from torchvision.io import decode_image
 from torchvision.transforms import v2
 
@@ -20,7 +23,7 @@ from torchvision.transforms import v2
 warnings.filterwarnings("ignore", "The image decoding and encoding capabilities")
 
 IMAGES = (".jpg", ".jpeg", ".png")
-SPLITS = ("train", "validation", "test")
+SPLITS = ("train", "val", "test")
 SIZE = 32  # pixels
 augment = v2.Compose([v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()])
 center = v2.Compose([v2.Resize(SIZE), v2.CenterCrop(SIZE)])
@@ -34,11 +37,16 @@ class Images(Dataset):
         self.shards = [open(path, "rb") for path in paths]
         rows = [(n, *row) for n, path in enumerate(paths) for row in list_shard(path)]
         # Workers share an array. Each would end up with a copy of a list.
-        self.index = np.array(rows)
+        self.index = np.array(rows, dtype=np.int64).reshape(-1, 4)
+        self.labels = self.index[:, 3]
         self.seed = seed
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        shard, offset, *_ = self.index[index].tolist()
+        return f"the image at byte {offset} of {self.shards[shard].name}"
 
     def read(self, index: int) -> tuple[bytes, int]:
         """Return an image's file, a JPEG or PNG, and its class."""
@@ -49,9 +57,11 @@ class Images(Dataset):
         """Return a sample as an epoch shows it. Epoch 0 is for evaluation."""
         epoch, index = key
         file, label = self.read(index)
-        image = decode_image(
-            torch.frombuffer(bytearray(file), dtype=torch.uint8), "RGB"
-        )
+        content = torch.frombuffer(bytearray(file), dtype=torch.uint8)
+        try:
+            image = decode_image(content, "RGB")
+        except RuntimeError as error:
+            raise RuntimeError(f"cannot decode {self.name(index)}: {error}") from None
         if epoch == 0:
             return center(image), label
         # What is random follows from these three, not from the worker or the rank.
@@ -61,15 +71,21 @@ class Images(Dataset):
 
 def list_shard(path: Path) -> Iterator[tuple[int, int, int]]:
     """Yield each image's offset, size and class."""
-    with tarfile.open(path, "r:") as tar:
-        members = {member.name: member for member in tar}
-        # tarfile takes a damaged header for the end, which is 1024 zeros.
-        tar.fileobj.seek(tar.offset)
-        if tar.fileobj.read(1024) != bytes(1024):
-            raise tarfile.ReadError(f"{path} is cut or damaged")
+    with open(path, "rb") as file:
+        try:
+            tar = tarfile.open(fileobj=file, mode="r:")
+            members = {member.name: member for member in tar}
+            # tarfile takes a damaged header for the end, which is 1024 zeros.
+            file.seek(tar.offset)
+            if file.read(1024) != bytes(1024):
+                raise tarfile.ReadError("it has no end")
+        except tarfile.TarError as error:
+            raise ValueError(f"{path} is cut or damaged: {error}") from error
         for name, image in members.items():
             stem, suffix = os.path.splitext(name)
             if suffix in IMAGES:
+                if f"{stem}.cls" not in members:
+                    raise ValueError(f"{path} has no {stem}.cls")
                 label = tar.extractfile(members[f"{stem}.cls"]).read()
                 yield image.offset_data, image.size, int(label)
 
@@ -92,6 +108,10 @@ class Split:
     def __len__(self) -> int:
         return len(self.samples)
 
+    @property
+    def classes(self) -> int:
+        return int(self.samples.labels.max()) + 1
+
 
 def load_data(args: argparse.Namespace) -> list[Split]:
     """Return the training, validation and test sets.
@@ -99,7 +119,27 @@ def load_data(args: argparse.Namespace) -> list[Split]:
     Call this before CUDA and NCCL are up: to fork a process that has them up hangs on
     some networks.
     """
-    return [Split(Images(args.data_dir, split, args.seed)) for split in SPLITS]
+    try:
+        sets = [Images(args.data_dir, split, args.seed) for split in SPLITS]
+        check_sets(*sets)
+    except (OSError, ValueError) as error:
+        sys.exit(f"data.py: error: {args.data_dir} on {socket.gethostname()}: {error}")
+    return [Split(samples) for samples in sets]
+
+
+def check_sets(train: Dataset, *others: Dataset) -> None:
+    """Raise ValueError if one is empty, or a class is not in train."""
+    for split, samples in zip(SPLITS, (train, *others), strict=True):
+        if len(samples) == 0:
+            raise ValueError(f"there is nothing in {split}")
+    classes = set(train.labels.tolist())
+    if wrong := classes ^ set(range(max(classes) + 1)):
+        raise ValueError(
+            f"train has no sample of a class, or a negative class: {wrong}"
+        )
+    for split, samples in zip(SPLITS[1:], others, strict=True):
+        if unknown := set(samples.labels.tolist()) - classes:
+            raise ValueError(f"classes in {split}, but not in train: {unknown}")
 
 
 def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int):
@@ -131,3 +171,11 @@ def load(data: Split, epoch: int, batches):
 def normalize(images: Tensor) -> Tensor:
     """Return uint8 images as float32 of about mean 0 and deviation 1."""
     return ((images - 114.0) / 58.0).contiguous(memory_format=torch.channels_last)
+
+
+def build_model(classes: int) -> nn.Module:
+    """Return a ResNet-18 whose stem keeps 32 x 32 pixels: ImageNet's leaves 8 x 8."""
+    model = models.resnet18(num_classes=classes)
+    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model

@@ -7,16 +7,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
+epochs = 5
 
-points = torch.rand(4096, 2)  # your data
+points = torch.rand(16384, 2)  # your data
 dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
 loader = DataLoader(dataset, 64, shuffle=True, drop_last=True)
 
 # Your model.
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
-for epoch in range(5):
+for epoch in range(epochs):
     metrics = torch.zeros(2, dtype=torch.float64, device=device)
     for inputs, targets in loader:
         inputs, targets = inputs.to(device), targets.to(device)

@@ -8,18 +8,21 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-rank = int(os.environ["SLURM_PROCID"])
-local_rank = int(os.environ["SLURM_LOCALID"])
-world_size = int(os.environ["SLURM_NTASKS"])
+rank = int(os.environ.get("SLURM_PROCID", 0))
+local_rank = int(os.environ.get("SLURM_LOCALID", 0))
+world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+if world_size == 1:  # without srun
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if device.type == "cuda":
-    torch.cuda.set_device(local_rank)
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
 dist.init_process_group(
     "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world_size
 )
 torch.manual_seed(0)
+epochs = 5
 
-points = torch.rand(4096, 2)  # your data
+points = torch.rand(16384, 2)  # your data
 dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
 loader = DataLoader(
     dataset, 64, sampler=DistributedSampler(dataset, drop_last=True), drop_last=True
@@ -28,9 +31,9 @@ loader = DataLoader(
 # Your model.
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
 model = nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * world_size, momentum=0.9)
 
-for epoch in range(5):
+for epoch in range(epochs):
     loader.sampler.set_epoch(epoch)
     metrics = torch.zeros(2, dtype=torch.float64, device=device)
     for inputs, targets in loader:
@@ -45,7 +48,8 @@ for epoch in range(5):
     total, count = metrics
     if rank == 0:
         print(
-            f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples",
+            f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples, "
+            f"{world_size} processes",
             flush=True,
         )
         torch.save(model.module.state_dict(), "model.pt")

@@ -1,50 +1,59 @@
-"""Images in Arrow files, see to_arrow.py, and the worker processes that read them."""
+"""Images of a Hugging Face data set, and the worker processes that read them."""
 
 import argparse
+import socket
+import sys
 import warnings
 from os import environ
 
 import numpy as np
-import pyarrow as pa
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from datasets import Image, load_from_disk
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torchvision import models
 from torchvision.io import decode_image
 from torchvision.transforms import v2
 
 # torchvision 0.29 would say at every image that it hands decoding over to torchcodec.
 warnings.filterwarnings("ignore", "The image decoding and encoding capabilities")
 
-SPLITS = ("train", "validation", "test")
+SPLITS = ("train", "val", "test")
 SIZE = 32  # pixels
 augment = v2.Compose([v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()])
 center = v2.Compose([v2.Resize(SIZE), v2.CenterCrop(SIZE)])
 
 
 class Images(Dataset):
-    """The rows of DATA_DIR/SPLIT.arrow, which all processes of a node share."""
+    """The rows of DATA_DIR/SPLIT, a file that all processes of a node share."""
 
     def __init__(self, data_dir: str, split: str, seed: int):
-        file = pa.memory_map(f"{data_dir}/{split}.arrow")
-        table = pa.ipc.open_file(file).read_all()
-        self.files, self.labels = table["image"], table["label"]
+        rows = load_from_disk(f"{data_dir}/{split}")
+        self.rows = rows.cast_column("image", Image(decode=False))
+        self.labels = np.array(rows["label"])
+        self.split = split
         self.seed = seed
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    def name(self, index: int) -> str:
+        return f"row {index} of {self.split}"
+
     def read(self, index: int) -> tuple[bytes, int]:
         """Return an image's file, a JPEG or PNG, and its class."""
-        return self.files[index]["bytes"].as_py(), self.labels[index].as_py()
+        return self.rows[index]["image"]["bytes"], int(self.labels[index])
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         """Return a sample as an epoch shows it. Epoch 0 is for evaluation."""
         epoch, index = key
         file, label = self.read(index)
-        image = decode_image(
-            torch.frombuffer(bytearray(file), dtype=torch.uint8), "RGB"
-        )
+        content = torch.frombuffer(bytearray(file), dtype=torch.uint8)
+        try:
+            image = decode_image(content, "RGB")
+        except RuntimeError as error:
+            raise RuntimeError(f"cannot decode {self.name(index)}: {error}") from None
         if epoch == 0:
             return center(image), label
         # What is random follows from these three, not from the worker or the rank.
@@ -70,6 +79,10 @@ class Split:
     def __len__(self) -> int:
         return len(self.samples)
 
+    @property
+    def classes(self) -> int:
+        return int(self.samples.labels.max()) + 1
+
 
 def load_data(args: argparse.Namespace) -> list[Split]:
     """Return the training, validation and test sets.
@@ -77,7 +90,27 @@ def load_data(args: argparse.Namespace) -> list[Split]:
     Call this before CUDA and NCCL are up: to fork a process that has them up hangs on
     some networks.
     """
-    return [Split(Images(args.data_dir, split, args.seed)) for split in SPLITS]
+    try:
+        sets = [Images(args.data_dir, split, args.seed) for split in SPLITS]
+        check_sets(*sets)
+    except (OSError, ValueError) as error:
+        sys.exit(f"data.py: error: {args.data_dir} on {socket.gethostname()}: {error}")
+    return [Split(samples) for samples in sets]
+
+
+def check_sets(train: Dataset, *others: Dataset) -> None:
+    """Raise ValueError if one is empty, or a class is not in train."""
+    for split, samples in zip(SPLITS, (train, *others), strict=True):
+        if len(samples) == 0:
+            raise ValueError(f"there is nothing in {split}")
+    classes = set(train.labels.tolist())
+    if wrong := classes ^ set(range(max(classes) + 1)):
+        raise ValueError(
+            f"train has no sample of a class, or a negative class: {wrong}"
+        )
+    for split, samples in zip(SPLITS[1:], others, strict=True):
+        if unknown := set(samples.labels.tolist()) - classes:
+            raise ValueError(f"classes in {split}, but not in train: {unknown}")
 
 
 def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int):
@@ -109,3 +142,11 @@ def load(data: Split, epoch: int, batches):
 def normalize(images: Tensor) -> Tensor:
     """Return uint8 images as float32 of about mean 0 and deviation 1."""
     return ((images - 114.0) / 58.0).contiguous(memory_format=torch.channels_last)
+
+
+def build_model(classes: int) -> nn.Module:
+    """Return a ResNet-18 whose stem keeps 32 x 32 pixels: ImageNet's leaves 8 x 8."""
+    model = models.resnet18(num_classes=classes)
+    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model

@@ -1,0 +1,94 @@
+"""A typical training script, with a DataLoader."""
+
+import os
+from glob import glob
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+rank = int(os.environ.get("SLURM_PROCID", 0))
+local_rank = int(os.environ.get("SLURM_LOCALID", 0))
+world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+if world_size == 1:  # without srun
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+dist.init_process_group(
+    "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world_size
+)
+torch.manual_seed(0)
+epochs = 5
+
+points = torch.rand(16384, 2)  # your data
+dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
+loader = DataLoader(
+    dataset, 64, sampler=DistributedSampler(dataset, drop_last=True), drop_last=True
+)
+
+
+class Transformer(nn.Module):
+    """Your model."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(1, 32)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=64, dropout=0.0)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, points):
+        tokens = self.embed(points.T.unsqueeze(2))  # each coordinate is a token
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return self.head(tokens.mean(0))
+
+
+model = Transformer()
+nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", 1))
+shape = (nodes, world_size // nodes)
+mesh = init_device_mesh(device.type, shape, mesh_dim_names=("nodes", "gpus"))
+for layer in model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+run = {"model": model, "optimizer": optimizer}
+first = max([int(path.split("/")[1]) for path in glob("checkpoints/*/.metadata")] + [0])
+if first:
+    get_optimizer_state_dict(model, optimizer)  # makes what load fills
+    dcp.load(run, checkpoint_id=f"checkpoints/{first}")
+if rank == 0 and first >= epochs:
+    print("Nothing to do: to start over, remove checkpoints", flush=True)
+
+for epoch in range(first, epochs):
+    loader.sampler.set_epoch(epoch)
+    metrics = torch.zeros(2, dtype=torch.float64, device=device)
+    for inputs, targets in loader:
+        inputs, targets = inputs.to(device), targets.to(device)
+        loss = F.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        metrics[0] += loss.detach() * len(targets)
+        metrics[1] += len(targets)
+    dist.all_reduce(metrics)
+    total, count = metrics
+    if rank == 0:
+        print(
+            f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples, "
+            f"{world_size} processes",
+            flush=True,
+        )
+    dcp.save(run, checkpoint_id=f"checkpoints/{epoch + 1}")
+dist.barrier()  # or gloo, on CPUs, may abort when Python ends
+dist.destroy_process_group()
