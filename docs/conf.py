@@ -17,28 +17,34 @@ from update_readmes import DIFFS  # noqa: E402
 
 project = html_title = "PyTorch on Slurm"
 root_doc = "README"
-EXAMPLES = ["single_gpu", "multi_gpu", "multi_node", "imagenet"]
-OTHERS = [
-    "imagenet/staging",
-    "imagenet/checkpoints",
-    "imagenet/hangs",
-    "imagenet/debugging",
-    "your_training",
-    "your_data",
-    "sharded",
-    "clusters",
-    "troubleshooting",
-    "interactive",
-    "reliability",
-    "measured",
-    "scaling",
-]
-PAGES = [
-    *(f"{name}/README" for name in EXAMPLES),
-    *(f"docs/{name}" for name in OTHERS),
-    "CONTRIBUTING",
-]
-TOCTREE = "\n.. toctree::\n   :hidden:\n\n" + "".join(f"   {page}\n" for page in PAGES)
+# The column of pages, by their captions.
+PAGES = {
+    "Examples": [
+        "docs/your_training",
+        *(f"{name}/README" for name in ("single_gpu", "multi_gpu", "multi_node")),
+        "imagenet/README",
+    ],
+    "imagenet in depth": [
+        *(f"docs/imagenet/{name}" for name in ("staging", "checkpoints", "hangs")),
+        "docs/imagenet/debugging",
+    ],
+    "Your own work": [
+        *(
+            f"docs/{name}"
+            for name in ("your_data", "sharded", "after_a_job", "clusters")
+        )
+    ],
+    "When it fails": ["docs/troubleshooting", "docs/interactive"],
+    "Evidence": ["docs/reliability", "docs/measured", "docs/scaling", "CONTRIBUTING"],
+}
+TOCTREE = "".join(
+    f"\n.. toctree::\n   :hidden:\n   :caption: {caption}\n\n"
+    + "".join(f"   {page}\n" for page in pages)
+    for caption, pages in PAGES.items()
+)
+# With this class, furo leaves a page's own contents where they are; local: without the
+# page's title, as on GitHub.
+KEPT = ":local:\n   :class: this-will-duplicate-information-and-it-is-still-useful-here"
 
 include_patterns = ["*.rst", "*/README.rst", "docs/*.rst", "docs/*/*.rst"]
 # Not to look for pages in there takes time.
@@ -78,15 +84,15 @@ def setup(app) -> None:
 
 
 def adapt_source(app, page: str, content: list[str]) -> None:
-    """Leave a page's contents to the theme, and name all pages on the first one.
+    """Keep a page's contents beside the theme's, and name all pages on the first one.
 
-    GitHub knows no toctree.
+    In a narrow window, the theme hides its own. GitHub knows no toctree.
     """
-    content[0] = re.sub(r"^\.\. contents::.*\n(   .*\n)*", "", content[0], flags=re.M)
+    content[0] = re.sub(
+        r"^\.\. contents::.*\n", rf"\g<0>   {KEPT}\n", content[0], flags=re.M
+    )
     if page == root_doc:
         content[0] += TOCTREE
-    if page not in (root_doc, *PAGES):  # the fault matrix, to which a page links
-        content[0] = f":orphan:\n\n{content[0]}"
 
 
 def adapt(app, doctree: nodes.document, page: str) -> None:
@@ -96,6 +102,8 @@ def adapt(app, doctree: nodes.document, page: str) -> None:
     for link in doctree.findall(nodes.reference):
         if ":" in link.get("refuri", ":"):
             continue
+        if link["refuri"].endswith("#the-site") and link.astext() == "site":
+            link["refuri"] = "main.py"  # its diff; GitHub's readers make the site first
         target = os.path.normpath(Path(page).parent / link["refuri"])
         if target in {new for _, new in DIFFS}:
             link["refuri"] = app.builder.get_relative_uri(page, f"diff/{target}")

@@ -34,31 +34,31 @@ def draw_cifar10() -> str:
             "disk",
             "images",
             ("all of them, moved", "there once, as bytes"),
-            ("uint8", "45000, 3, 32, 32"),
+            ("uint8", "45000, 32, 32, 3"),
         ),
         Stage(
             "gpu",
-            "view_crops",
-            ("padded, and mirrored;", "a view of all crops"),
-            ("uint8, a view of", "…, 2, 9, 9, 3, 32, 32"),
+            "load_data",
+            ("pads them, once, with", "4 pixels on each side"),
+            ("uint8", "45000, 40, 40, 3"),
         ),
         Stage(
             "gpu",
             "training_batches",
-            ("one indexing operation", "a batch"),
-            ("uint8", "256, 3, 32, 32"),
+            ("32 rows, 32 columns", "of each; flips some"),
+            ("uint8", "128, 32, 32, 3"),
         ),
         Stage(
             "gpu",
             "normalize",
             ("mean 0, deviation 1,", "channels_last"),
-            ("float32", "256, 3, 32, 32"),
+            ("float32", "128, 3, 32, 32"),
         ),
         Stage(
             "gpu",
             "model",
             ("bfloat16, if the GPU", "computes it itself"),
-            ("logits", "256, 10"),
+            ("logits", "128, 10"),
         ),
     ]
     middle = LEFT + 2 * STEP + STAGE_WIDTH / 2
@@ -91,13 +91,13 @@ def draw_imagenet() -> str:
         Stage(
             "disk",
             "…_img_train.tar",
-            ("on the node's disk, and", "train.npy, its index"),
+            ("on the node's disk,", "with its index"),
             ("JPEGs", "one after another"),
         ),
         Stage(
             "task",
             "read",
-            ("os.preadv, at the offset", "that the index has"),
+            ("at the offset that", "the index has"),
             ("JPEG", "an image's bytes"),
         ),
         Stage(
@@ -115,7 +115,7 @@ def draw_imagenet() -> str:
         Stage(
             "task",
             "collate",
-            ("DataLoader's own: 256", "images in /dev/shm"),
+            ("DataLoader: 256", "images in /dev/shm"),
             ("uint8", "256, 3, 224, 224"),
         ),
     ]
@@ -123,7 +123,7 @@ def draw_imagenet() -> str:
         Stage(
             "address",
             "pin",
-            ("by the rank, in memory", "that stays put"),
+            ("by the rank: memory", "that stays put"),
             ("uint8", "256, 3, 224, 224"),
         ),
         Stage(

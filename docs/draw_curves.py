@@ -17,7 +17,7 @@ from draw_ranks import box, path, text
 
 EPOCH = re.compile(
     r"Epoch (\d+): train loss \S+ accuracy ([\d.]+)%, "
-    r"valid loss \S+ accuracy ([\d.]+)%, (\d+) images/s"
+    r"valid loss \S+ accuracy ([\d.]+)%, (?:(\d+) images/s|nothing)"
 )
 TEST = re.compile(r"Test loss \S+ accuracy ([\d.]+)%")
 # In pixels: where the plots are.
@@ -59,7 +59,7 @@ def draw(log: str, name: str) -> str:
     """Return the picture as SVG."""
     epochs: dict[int, list[float]] = {}
     for epoch, *values in EPOCH.findall(log):
-        epochs.setdefault(int(epoch), [float(value) for value in values])
+        epochs.setdefault(int(epoch), [float(value or 0) for value in values])
     train, valid, rate = (
         {epoch: values[i] for epoch, values in epochs.items()} for i in range(3)
     )

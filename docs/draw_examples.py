@@ -13,7 +13,7 @@ from draw_ranks import arrow, arrow_head, box, path, text
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = {
-    "multi_gpu": "multi_gpu: a process for each GPU of a node",
+    "multi_gpu": "multi_gpu: a process for each GPU",
     "imagenet": "imagenet: workers that read images, and checkpoints on a shared disk",
 }
 HOSTS = ("node1", "node2")
@@ -37,7 +37,9 @@ def draw_example(example: str) -> str:
         int(options[name]) for name in ("nodes", "ntasks-per-node", "gpus-per-node")
     )
     assert nodes <= len(HOSTS) and tasks == gpus, "the picture has a GPU for each task"
-    words = f"--nodes={nodes} --ntasks-per-node={tasks} --gpus-per-node={gpus}"
+    words = f"--ntasks-per-node={tasks} --gpus-per-node={gpus}"
+    if nodes > 1:
+        words = f"--nodes={nodes} {words}"
     shapes = [text("name", 24, 60, f"sbatch {words}")]
     node_y, width = 122, 36 + nodes * NODE_STEP
     bar_y, left, right = (
@@ -59,7 +61,7 @@ def draw_example(example: str) -> str:
             "small center",
             (left + right) / 2,
             94,
-            f"MASTER_ADDR: {address}, where all ranks meet",
+            f"MASTER_ADDR: {address}, where ranks meet",
         ),
         arrow("address", task_x(0, 0, tasks) + task_width(tasks) / 2, 104, node_y + 40),
         box("gpu", left, bar_y, right - left, 28),
@@ -67,7 +69,7 @@ def draw_example(example: str) -> str:
             "small center",
             (left + right) / 2,
             bar_y + 18,
-            "NCCL all-reduce: the mean of all gradients, every step",
+            "all-reduce: the mean of all gradients",
         ),
     ]
     height = bar_y + 28 + 20
@@ -112,7 +114,7 @@ def draw_node(node: int, y: int, tasks: int, workers: str) -> list[str]:
             HOSTS[node],
         ),
         *cylinder(disk_x(node), y + 16, DISK_WIDTH, 120),
-        text("small center", disk_x(node) + DISK_WIDTH / 2, y + 76, "node's disk:"),
+        text("small center", disk_x(node) + DISK_WIDTH / 2, y + 76, "own disk:"),
         text("small center", disk_x(node) + DISK_WIDTH / 2, y + 94, "the data"),
     ]
     for local_rank in range(tasks):
@@ -120,7 +122,7 @@ def draw_node(node: int, y: int, tasks: int, workers: str) -> list[str]:
         center = left + width / 2
         lines = (
             f"rank {node * tasks + local_rank}",
-            workers or f"local rank {local_rank}",
+            workers or f"local {local_rank}",
         )
         shapes += [
             box("task", left, y + 40, width, 48),
@@ -132,7 +134,7 @@ def draw_node(node: int, y: int, tasks: int, workers: str) -> list[str]:
                 "small name center",
                 center,
                 y + 125,
-                f"GPU cuda:{local_rank}",
+                f"cuda:{local_rank}",
             ),
         ]
         shapes.append(

@@ -18,8 +18,8 @@ INDEX = (
 )
 DASHED = """
 .dashed { stroke-dasharray: 5 4; }
-.small { font: 12px sans-serif; }
-.small.name { font: 12px monospace; }"""
+.small { font: 14px sans-serif; }
+.small.name { font: 13px monospace; }"""
 
 
 def main() -> None:
@@ -119,7 +119,7 @@ def draw_staged_node(host: str, y: int) -> list[str]:
         ),
         box("task", 690, y + 12, 230, 192),
         text("center", 805, y + 36, "a rank's 8 workers:"),
-        text("small center", 805, y + 62, "look up the image's offset and size,"),
+        text("small center", 805, y + 62, "look up offset and size,"),
         text("small center", 805, y + 82, "read those bytes of the archive,"),
         text("small center", 805, y + 102, "decode, crop, resize, flip"),
         box("gpu", 706, y + 152, 198, 36),
@@ -135,10 +135,10 @@ def draw_checkpoints() -> str:
     """A checkpoint's way to the disk, above, and back from it."""
     others_y, rank_0_y, height = 72, 126, 38
     stages = [
-        (302, 228, "write …-step-000400.pt.partial"),
+        (302, 228, "write ….pt.partial"),
         (534, 60, "fsync"),
         (598, 76, "rename"),
-        (678, 140, "remove the oldest"),
+        (678, 140, "remove oldest"),
     ]
     shapes = [
         text("right", 106, others_y + 24, "other ranks:"),
@@ -199,13 +199,13 @@ def draw_checkpoints() -> str:
         arrow("address", 610, folder_y + 78, folder_y + 112),
         text("small", 620, folder_y + 100, "no"),
         box("address", 536, folder_y + 112, 184, 68),
-        text("small center", 628, folder_y + 133, "a warning names it, it is"),
-        text("small center", 628, folder_y + 150, "renamed .damaged, and the"),
-        text("small center", 628, folder_y + 167, "one before is read"),
+        text("small center", 628, folder_y + 133, "a warning names it;"),
+        text("small center", 628, folder_y + 150, "now .damaged; the one"),
+        text("small center", 628, folder_y + 167, "before it is read"),
         arrow("gpu", 830, folder_y + 78, folder_y + 112),
         text("small", 840, folder_y + 100, "yes"),
         box("gpu", 744, folder_y + 112, 176, 68),
-        text("small center", 832, folder_y + 133, "all ranks get it and go on"),
+        text("small center", 832, folder_y + 133, "all ranks get it, go on"),
         text("small center", 832, folder_y + 150, "at its step, with the"),
         text("small center", 832, folder_y + 167, "same weights, bit for bit"),
         arrow_right("task", 476, 520, folder_y + 59),
@@ -226,12 +226,12 @@ def draw_requeue() -> str:
         ("Slurm", 662, 70, "node", "queue"),
         ("Slurm", 736, 200, "disk", "the job runs again"),
         ("job.sh", 186, 86, "address", "code, data"),
-        ("job.sh", 276, 286, "task", "waits for srun"),
-        ("job.sh", 566, 60, "address", "clean up"),
+        ("job.sh", 276, 280, "task", "waits for srun"),
+        ("job.sh", 560, 72, "address", "clean up"),
         ("job.sh", 736, 86, "address", "code, data"),
         ("job.sh", 826, 110, "task", "waits for srun"),
-        ("main.py", 276, 168, "gpu", "steps 1 to 412"),
-        ("main.py", 448, 44, "gpu", "agree"),
+        ("main.py", 276, 160, "gpu", "steps 1 to 412"),
+        ("main.py", 440, 52, "gpu", "agree"),
         ("main.py", 496, 54, "gpu", "save"),
         ("main.py", 826, 110, "gpu", "steps from 413"),
     ]

@@ -22,32 +22,33 @@ def draw_cluster() -> str:
         box("node", 24, top, 178, 206),
         text("title", 40, top + 30, "login node"),
         text("", 40, top + 58, "You type:"),
-        text("name", 40, top + 84, "sbatch job.sh"),
-        text("name", 40, top + 106, "squeue --me"),
-        text("name", 40, top + 128, "tail -f slurm-7.out"),
+        text("small name", 40, top + 84, "sbatch job.sh"),
+        text("small name", 40, top + 106, "squeue --me"),
+        text("small name", 40, top + 128, "tail -F slurm-8.out"),
         text("small", 40, top + 160, "Do not train here."),
         arrow_right("task", 202, 236, top + 80),
         box("node", 236, top, 148, 206),
         text("title", 252, top + 30, "queue"),
-        text("small", 252, top + 54, "Slurm starts a job"),
-        text("small", 252, top + 72, "when its nodes are"),
-        text("small", 252, top + 90, "free."),
+        text("small right", 370, top + 30, "PD"),
+        text("small", 252, top + 54, "Slurm starts a"),
+        text("small", 252, top + 72, "job when its"),
+        text("small", 252, top + 90, "nodes are free."),
         arrow_right("task", 384, 418, top + 80),
     ]
     for number, (job, kind) in enumerate(
-        {"job 6": "task", "job 7, yours": "address"}.items()
+        {"job 8, yours": "address", "job 9": "task"}.items()
     ):
         y = top + 108 + number * 44
         shapes += [
             box(kind, 252, y, 116, 32),
-            text("small center", 310, y + 21, f"{job}: PD"),
+            text("small center", 310, y + 21, job),
         ]
     shapes += [
         box("node", 418, top, 282, 206),
         text("title", 434, top + 30, "node1"),
-        text("small right", 688, top + 30, "job 7: R"),
+        text("small right", 688, top + 30, "job 8: R"),
         box("address", 434, top + 44, 250, 46),
-        text("small center", 559, top + 63, "batch shell: runs job.sh line by line,"),
+        text("small center", 559, top + 63, "batch shell: runs job.sh,"),
         text("small center", 559, top + 81, "on the first node only"),
         box("node", 718, top, 218, 206),
         text("title", 734, top + 30, "node2"),
@@ -141,7 +142,7 @@ def draw_global_batch() -> str:
 
 
 def draw_hang() -> str:
-    """Four ranks, of which one stops; who says so, and how the job goes on."""
+    """Four ranks on two nodes, of which one stops; who says so, and what follows."""
     left, step, end = 116, 38, 760
     named, over = 470, 640
     # The lines pass behind the ranks.
@@ -151,7 +152,10 @@ def draw_hang() -> str:
     ]
     for rank in range(4):
         y = 84 + rank * 46
-        shapes.append(text("right", left - 12, y + 22, f"rank {rank}:"))
+        node = rank // 2 + 1
+        shapes.append(
+            text("small right", left - 8, y + 22, f"rank {rank}, node{node}:")
+        )
         steps = 4 if rank == 2 else 5
         for i in range(steps):
             shapes += [
@@ -166,7 +170,7 @@ def draw_hang() -> str:
                     "center",
                     (x + over) / 2,
                     y + 22,
-                    "stopped: its node or its network is down",
+                    "does not go on: stopped, or cut off",
                 ),
             ]
         else:
@@ -180,21 +184,21 @@ def draw_hang() -> str:
                 ),
             ]
     shapes += [
-        text("small center", named, 60, "the ranks' threads met without it"),
-        text("small center", over + 8, 60, "--timeout: 120 s"),
+        text("small center", named - 60, 60, "the ranks' threads met without it"),
+        text("small center", over + 20, 60, "--timeout: 120 s"),
         box("gpu", over + 12, 84, 108, 80),
         text("small center", over + 66, 112, "srun ends"),
         text("small center", over + 66, 130, "all ranks;"),
         text("small center", over + 66, 148, "requeue"),
         box("task", end + 6, 84, 170, 80),
-        text("small center", end + 91, 112, "the next start goes on"),
-        text("small center", end + 91, 130, "from the last"),
+        text("small center", end + 91, 112, "the next start goes"),
+        text("small center", end + 91, 130, "on from the last"),
         text("small center", end + 91, 148, "checkpoint"),
         text(
             "name",
             left,
             300,
-            "error: rank 2 on node1 does not answer: it is stopped or has ended, …",
+            "error: rank 2 on node2 does not answer: it is stopped or has ended, …",
         ),
         text(
             "name",

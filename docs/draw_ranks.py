@@ -21,12 +21,12 @@ GPU_HEIGHT, GPU_Y = 36, (248, 394)
 TASK_X, TASK_WIDTH, TASK_STEP = 232, 130, 142
 TASKS_WIDTH = (TASKS_PER_NODE - 1) * TASK_STEP + TASK_WIDTH
 TASKS_CENTER = TASK_X + TASKS_WIDTH / 2
-DISK_X, DISK_WIDTH, DISK_HEIGHT = 812, 112, 104
+DISK_X, DISK_WIDTH, DISK_HEIGHT = 804, 122, 104
 
 STYLE = """\
-text { font: 14px sans-serif; fill: #1f2328; }
-.title { font: bold 18px sans-serif; }
-.name { font: 13px monospace; }
+text { font: 16px sans-serif; fill: #1f2328; }
+.title { font: bold 19px sans-serif; }
+.name { font: 15px monospace; }
 .right { text-anchor: end; }
 .center { text-anchor: middle; }
 rect, path { stroke-width: 1.5; }
@@ -80,8 +80,7 @@ def draw() -> str:
             "center",
             TASKS_CENTER,
             ALL_REDUCE_Y + 26,
-            "NCCL all-reduce: in every step, DDP averages the gradients "
-            f"of all {WORLD_SIZE} ranks",
+            f"all-reduce: in every step, the mean of all {WORLD_SIZE} gradients",
         ),
     ]
     return "\n".join(
@@ -118,7 +117,7 @@ def draw_node(node: int) -> list[str]:
         shapes += [
             path("disk line", f"M{center:g} {bus_y:g} V{outer_y:g}"),
             box("task", x, task_y, TASK_WIDTH, TASK_HEIGHT),
-            text("name center", center, task_y + 25, "python main.py"),
+            text("name center", center, task_y + 25, "main.py"),
             text("title center", center, task_y + 55, f"rank {rank}"),
             text("center", center, task_y + 80, f"local rank {local_rank}"),
             box("gpu", x, gpu_y, TASK_WIDTH, GPU_HEIGHT),
