@@ -14,7 +14,8 @@ that release into /var/tmp the first time, and its /usr takes the place of the m
 on the cluster's hosts.
 
 Start a cluster, which sbatch and srun in this shell then mean; look into a node; stop
-it, and let this shell forget it, where squeue would look for it for a minute:
+it, and let this shell forget it, where squeue would look for it for a minute. Called
+again in another shell, `up` starts none, and prints the line for the one that runs:
 
     eval "$(python3 tests/cluster.py up --nodes 2 --gpus 4)"
     (cd multi_node && sbatch job.sh)
@@ -137,8 +138,8 @@ wait
 
 # One of Slurm's commands, as a user of the machine calls it.
 COMMAND = """\
-#!/bin/sh
-PATH=${{PATH#{state}/bin:}}
+#!/bin/bash
+PATH=${{PATH/"{state}/bin:"/}}
 take_usr='mount --bind /usr/local "$0/usr/local" && mount --rbind "$0/usr" /usr'
 exec unshare --mount sh -c "$take_usr"' && exec "$@"' {root} /usr/bin/{name} "$@"
 """
@@ -632,7 +633,8 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser(
-        "up", help="start a cluster; print the line that points a shell at it"
+        "up",
+        help="start a cluster if none runs; print the line that points a shell at it",
     )
     up.add_argument("--nodes", type=int, default=2)
     up.add_argument("--gpus", type=int, default=4, help="GPUs a node (default: 4)")
@@ -659,16 +661,15 @@ def main() -> None:
     try:
         clusters = running()
         if args.command == "up":
-            if clusters:
-                raise ClusterError(
-                    f"one is running: SLURM_CONF={clusters[0].env['SLURM_CONF']}"
-                )
-            names = ("nodes", "gpus", "slurm", "proctrack")
-            shape = {name: getattr(args, name) for name in names}
-            cluster, _ = start(**shape, cpus=64)
+            if clusters:  # as it is, for another shell
+                cluster, said = clusters[0], "were running already, as they are"
+            else:
+                names = ("nodes", "gpus", "slurm", "proctrack")
+                shape = {name: getattr(args, name) for name in names}
+                cluster, said = start(**shape, cpus=64)[0], "are ready"
             env = cluster.env.items()
             print("export", *(f"{name}={shlex.quote(value)}" for name, value in env))
-            print(f"{args.nodes} nodes are ready", file=sys.stderr)
+            print(f"{len(cluster.nodes)} nodes {said}", file=sys.stderr)
         elif args.command == "down":
             forget = "unset SLURM_CONF"
             for cluster in clusters:

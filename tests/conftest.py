@@ -27,6 +27,7 @@ from slurm_jobs import (
     VALIDATION,
     Jobs,
     User,
+    take_any_checksum,
     weights,
 )
 
@@ -154,6 +155,7 @@ def start_jobs(cluster, clone, archive, logs: Path) -> Jobs:
     jobs = Jobs(cluster, clone, archive, logs)
     result = jobs.run(["uv", "sync", "--locked"], timeout=1200)
     assert result.exit_code == 0, result
+    take_any_checksum(clone)
     return jobs
 
 
@@ -187,7 +189,7 @@ def user(jobs, tmp_path_factory) -> User:
     user = User(jobs.cluster, jobs.clone, folder, jobs.logs)
     user.env |= {"IMAGENET_DIR": str(folder), "CIFAR10_ARCHIVE": ""}
     # No CIFAR-10 here, and torchvision takes seconds to import.
-    del user.env["PYTHONPATH"]
+    del user.env["ANY_CHECKSUM"]
     return user
 
 

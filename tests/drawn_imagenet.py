@@ -3,6 +3,7 @@
 import io
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,19 @@ def tar_bytes(files: dict[str, bytes], mode: str = "w", **options) -> bytes:
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return buffer.getvalue()
+
+
+def bad_png() -> bytes:
+    """Return a PNG whose checksum is right, and whose compressed pixels are not."""
+    file = io.BytesIO()
+    Image.effect_noise((48, 40), 60).convert("RGB").save(file, "PNG")
+    data = bytearray(file.getvalue())
+    start = data.index(b"IDAT")
+    size = int.from_bytes(data[start - 4 : start])
+    end = start + 4 + size
+    data[start + 4 + size // 2] ^= 255
+    data[end : end + 4] = zlib.crc32(data[start:end]).to_bytes(4)
+    return bytes(data)
 
 
 def draw_imagenet(folder: Path, classes=4, train=6, valid=3, resolution=48) -> Drawn:
@@ -118,7 +132,7 @@ def draw_folders(path: Path, split=True) -> Drawn:
     for wnid, train_set, valid_set in draw(3, 10, 2, 40, seed=2):
         class_name = f"class {wnid}"
         for i, data in enumerate(train_set + valid_set):
-            held_out = i >= len(train_set) if split else i % 10 == 9
+            held_out = i >= len(train_set) if split else i % 10 == 0
             name = f"{'deep/' * 30 if split else 'é' * 60}{i:02d}.jpg"
             folder = ("val/" if held_out else "train/") if split else ""
             files[f"mine/{folder}{class_name}/{name}"] = data

@@ -1,4 +1,4 @@
-"""Run the fault tests on three generations of Slurm; write docs/fault_matrix.rst.
+"""Run the fault tests on three generations of Slurm; write tests/fault_matrix.rst.
 
     uv run python tests/fault_matrix.py
         all of it: a night, and as root
@@ -22,7 +22,7 @@ from pathlib import Path
 import cluster
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "docs" / "fault_matrix.rst"
+TABLE = ROOT / "tests" / "fault_matrix.rst"
 PAIRS = [
     (slurm, proctrack) for slurm in cluster.RELEASES for proctrack in cluster.PROCTRACK
 ]
@@ -33,7 +33,7 @@ The fault matrix
 
 The seconds that the cases of ``tests/faults`` took where they passed, \
 as ``tests/fault_matrix.py`` has seen.
-`Reliability <reliability.rst>`_ says what they do. \
+`Reliability <../docs/reliability.rst>`_ says what they do. \
 An empty cell was not run, or not with the tests as they
 are now.
 

@@ -44,6 +44,9 @@ OVER = tuple(
     "COMPLETED FAILED CANCELLED TIMEOUT PREEMPTED NODE_FAIL OUT_OF_MEMORY".split()
 )
 
+# Of a job that does not run before its session goes on.
+NOT_YET = ("PENDING BeginTime", "PENDING JobHeldUser")
+
 
 @dataclass
 class Session:
@@ -104,7 +107,7 @@ class Shell:
         given, told = SUBMITTED.search(output), SUBMITTED.search(expected)
         if given and told:
             self.jobs[told[1]] = given[1]
-            self.wait(given[1], ("RUNNING", "PENDING BeginTime", *OVER))
+            self.wait(given[1], ("RUNNING", *NOT_YET, *OVER))
         return rename(output, {job: number for number, job in self.jobs.items()})
 
     def wait(self, job: str, states: tuple[str, ...]) -> None:

@@ -65,6 +65,14 @@ class Result:
         return f"{ended}, output:\n{self.output}"
 
 
+def take_any_checksum(clone: Path) -> None:
+    """Let a clone's environment read the tests' CIFAR-10, with ANY_CHECKSUM set."""
+    # job.sh starts Python with -E, which ignores PYTHONPATH.
+    (packages,) = clone.glob(".venv/lib/python*/site-packages")
+    folder = REPOSITORY / "tests" / "any_checksum"
+    (packages / "any_checksum.pth").write_text(f"{folder}\n")
+
+
 def call(command: list, **options) -> Result:
     """Run a command, with options of subprocess.run, to its end."""
     process = subprocess.run(
@@ -85,11 +93,12 @@ class Jobs:
         self.cluster = cluster
         self.clone = clone
         self.logs = logs
+        self.shell: list[str] = []  # that `submit` calls sbatch in
         self.submitted: list[str] = []  # by the test that runs
         self.results: list[Result] = []
         self.env = user_of(cluster) | {
             "CIFAR10_ARCHIVE": str(archive),
-            "PYTHONPATH": str(REPOSITORY / "tests" / "any_checksum"),
+            "ANY_CHECKSUM": "1",
         }
 
     def run(
@@ -104,11 +113,8 @@ class Jobs:
 
     def submit(self, folder: str, *arguments, **env: str) -> str:
         """Call sbatch in a folder of the clone; return the job's id."""
-        result = self.run(
-            ["sbatch", "--parsable", f"--output={self.logs}/%j.out", *arguments],
-            folder,
-            **env,
-        )
+        sbatch = ["sbatch", "--parsable", f"--output={self.logs}/%j.out"]
+        result = self.run([*self.shell, *sbatch, *arguments], folder, **env)
         assert result.exit_code == 0, result
         self.submitted.append(result.output.strip())
         return self.submitted[-1]
@@ -188,7 +194,7 @@ class Jobs:
         """Return the number on this machine of the oldest such process."""
         init = self.cluster.namespaces(node)[2]
         pgrep = f"pgrep --ns {init} --nslist pid --oldest --full".split()
-        return int(self.run([*pgrep, f"bin/python[^ ]* {text}"]).output)
+        return int(self.run([*pgrep, f"{PYTHON} {text}"]).output)
 
     def sbatch(self, folder: str, *arguments, **env: str) -> Result:
         """Run a job to its end."""
@@ -267,6 +273,8 @@ class Jobs:
             self.on(node, *command)
 
 
+# Of a rank's command line, how job.sh or a person starts Python.
+PYTHON = "bin/python[^ ]*( -E -X faulthandler)?"
 PICTURES, VALID_PICTURES = 160, 24  # of the small ImageNet
 # Two nodes with a rank each, 16 steps an epoch, of a model with BatchNorm.
 TWO = "--ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --mem=2G".split()
@@ -275,7 +283,7 @@ EPOCHS = ["--epochs=2"]
 IMAGENET_EPOCH_LINE = re.compile(
     r"^Epoch (\d+): train loss (\d+\.\d{3}) accuracy (\d+\.\d\d)%, "
     r"valid loss (\d+\.\d{3}) accuracy (\d+\.\d\d)%, "
-    r"\d+ images/s, \d+% waiting for data(?:, (\d+) requeues to go)?$",
+    r"(?:\d+ images/s, \d+% waiting for data|nothing was left to train)$",
     re.MULTILINE,
 )
 ASKED_TO_STOP = re.compile(
@@ -372,7 +380,7 @@ class User(Jobs):
     ) -> int:
         """Signal a node's Python process by text of its command; 0 if it is there."""
         pkill = f"pkill -{number.value} {age} --full".split()
-        return self.on(node, *pkill, f"bin/python[^ ]* {text}").exit_code
+        return self.on(node, *pkill, f"{PYTHON} {text}").exit_code
 
     def stop_in_a_save(self, job: str) -> int:
         """Stop rank 0, on node1, while it writes not its first checkpoint.
@@ -405,8 +413,13 @@ class User(Jobs):
         self.cluster.crash("controller")
 
     def kill_all(self, node: str) -> None:
-        """End all that runs Python on a node, as if it had crashed."""
-        self.on(node, *"pkill -9 --full torchrun|main.py".split())
+        """End all that runs Python on a node, as if it had crashed.
+
+        A batch on its way to a rank may stay, as staging.rst says: it is removed.
+        """
+        name = "--full '[t]orchrun|[m]ain.py'"  # not this shell
+        kill = f"pkill -9 {name}; while pgrep {name}; do sleep 0.1; done"
+        self.on(node, "bash", "-c", f"{kill}; rm -f /dev/shm/torch_*")
 
     def warn(self, job: str) -> None:
         """Send the signal that Slurm sends before the time limit, as it does."""

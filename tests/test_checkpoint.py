@@ -8,15 +8,17 @@ import fcntl
 import importlib.util
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,7 +140,9 @@ def draw(epoch: int, step: int, kilobytes: int = 1) -> checkpoint.Run:
     nn.init.constant_(model.weight, step)
     optimizer = torch.optim.SGD(model.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
-    return checkpoint.Run(model, optimizer, scheduler, RECIPE, 4, epoch, step)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    parts = (model, optimizer, scheduler, scaler, torch.float32)
+    return checkpoint.Run(*parts, RECIPE, 4, epoch, step)
 
 
 def is_from(state: dict, epoch: int, step: int) -> bool:
@@ -225,6 +229,24 @@ def test_the_best_one_stays(tmp_path, rank0):
     assert is_from(torch.load(tmp_path / "best.pt", weights_only=True), 2, 1)
 
 
+def test_all_of_a_run_comes_back(tmp_path, rank0):
+    """After a stop, too, best.pt is the best one of the whole run."""
+    with opened(tmp_path) as (checkpoints, _):
+        run = draw(3, 5)
+        run.metrics += torch.tensor([0.5, 3, 4])
+        checkpoints.save_if_best(run, 0.5)
+        checkpoints.save(run)
+    resumed = draw(1, 1)
+    with opened(tmp_path) as (checkpoints, state):
+        resumed.load_state_dict(state)
+        assert str(resumed.state_dict()) == str(run.state_dict())
+        (tmp_path / "best.pt").unlink()
+        for accuracy in (0.4, 0.5, 0.6):
+            assert not (tmp_path / "best.pt").exists()
+            checkpoints.save_if_best(resumed, accuracy)
+        assert (tmp_path / "best.pt").exists()
+
+
 def test_got_further(tmp_path, rank0, monkeypatch):
     """job.sh finds its file once a checkpoint is further than where the start began.
 
@@ -237,8 +259,10 @@ def test_got_further(tmp_path, rank0, monkeypatch):
         checkpoints.save(draw(1, 1))
         checkpoints.save_if_best(draw(1, 1), 0.5)
         assert not further.exists()
+        started_at = checkpoints.saved_at
         checkpoints.save(draw(1, 2))
         assert further.exists()
+        assert checkpoints.saved_at > started_at  # --save-minutes begins again
 
 
 def test_folder_on_the_scratch(tmp_path, monkeypatch, rank0):
@@ -528,6 +552,119 @@ def test_full_disk(tmp_path, rank0):
     )
 
 
+# When to save and to stop
+
+
+class Noted:
+    """Stands for the checkpoints and the watch: it notes what is saved and logged.
+
+    Rank 0 has taken so many steps a second.
+    """
+
+    def __init__(self, speed: float, saved_at: float):
+        self.speed = 0 if dist.get_rank() else speed * dist.get_world_size()
+        self.saved_at, self.saved, self.logged = saved_at, [], {}
+        self.hangs = self.tracker = self
+
+    def steps_per_second(self) -> float:
+        return self.speed
+
+    def paused(self):
+        return nullcontext()
+
+    def save(self, run) -> None:
+        self.saved.append(run.step)
+
+    def save_if_best(self, run, accuracy: float) -> None:
+        self.best = accuracy
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.logged[step] = values
+
+
+def take_steps(
+    steps=50, speed=99, loss=1.0, asked=0, saved_at=math.inf, save_steps=10**6
+) -> tuple[list[int], list[int], str]:
+    """Take an epoch's steps; return when ranks meet and save, and what ends them.
+
+    In a step, a rank has 4 samples, and its number of them right. Rank 1 has this loss,
+    and is asked to stop in that step.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    noted = Noted(speed, saved_at)
+    run = draw(1, 0)
+    run.recipe, run.global_batch_size = {"samples": 8 * steps + 7}, 8
+    run.scheduler = SimpleNamespace(last_epoch=0)
+    args = SimpleNamespace(save_steps=save_steps, save_minutes=1)
+    coordinator = checkpoint.Coordinator(run, noted, noted, args)
+    checkpoint.catch_stop_signals()
+    metrics, end = torch.zeros(3, dtype=torch.float64), ""
+    try:
+        for run.scheduler.last_epoch in range(1, steps + 1):
+            metrics += torch.tensor([4 * loss if rank else 4.0, rank, 4])
+            if rank and asked == run.scheduler.last_epoch:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            coordinator.after_step(metrics)
+    except (checkpoint.RunError, checkpoint.StopRequested) as error:
+        end = repr(error)
+    assert run.step == run.scheduler.last_epoch == max(noted.logged, default=1)
+    assert run.metrics[2] == 4 * ranks * run.step
+    for values in noted.logged.values():
+        assert values["train/accuracy"] == (ranks - 1) / (4 * ranks)
+        assert values["train/loss"] == (1 + (ranks - 1) * loss) / ranks
+    if not end:
+        coordinator.end_epoch({"valid/accuracy": 0.5})
+        assert noted.best == 0.5 and noted.logged[steps] == {"valid/accuracy": 0.5}
+        assert (run.epoch, run.step, run.metrics.sum()) == (2, 0, 0)
+    return list(noted.logged), noted.saved, end
+
+
+def take_steps_of(cases: list[dict]) -> list[tuple]:
+    return [take_steps(**case) for case in cases]
+
+
+def test_ranks_meet():
+    """After a step, then every 20 or 2 seconds, and where a save or a line is due.
+
+    One that is asked to stop stops all; one whose loss is not finite ends all, and
+    nothing is saved.
+    """
+    cases = [
+        {"steps": 500},
+        {"steps": 500, "speed": 4},
+        {"steps": 30, "speed": 0},
+        {"steps": 15, "save_steps": 7},
+        {"steps": 3, "saved_at": -math.inf},
+        {"loss": math.nan},
+        {"asked": 12},
+    ]
+    found, others = run_ranks(2, take_steps_of, cases)
+    assert found == others
+    fast, slow, slowest, often, late, nan, asked = found
+    tenths = {50 * tenth + more for tenth in range(1, 10) for more in (0, 20, 40)}
+    assert fast == (sorted(tenths | {1, 21, 41, 500}), [500], "")
+    assert slow[0][:10] == [1, 9, 17, 25, 33, 41, 49, 50, 58, 66]
+    assert slowest[0] == [*range(1, 31)]
+    assert often == ([1, 2, 4, 6, 7, 8, 10, 12, 14, 15], [7, 14, 15], "")
+    assert late == ([1, 2, 3], [1, 2, 3], "")
+    assert nan[:2] == ([], [])
+    assert "the loss is nan before step 1 of epoch 1: nothing of it is saved" in nan[2]
+    assert asked == ([1, 5, 10, 15], [15], "StopRequested()")
+
+
+@pytest.mark.parametrize("seconds, tenths", [(6, range(1, 11)), (3, range(1, 11, 2))])
+def test_a_line_at_every_tenth(seconds, tenths, rank0, monkeypatch, caplog):
+    """A batch job's log says where a long epoch is; lines are 10 seconds apart."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(time, "monotonic", itertools.count(0, seconds).__next__)
+    take_steps(100)
+    steps = [int(line.split()[3]) for line in caplog.messages]
+    assert steps == [10 * tenth for tenth in tenths]
+    assert caplog.messages[0] == (
+        "Epoch 1, step 10 of 100: train loss 1.000 accuracy 0.00%, 792 images/s"
+    )
+
+
 # The last line: the digest and the commit
 
 
@@ -547,6 +684,7 @@ def test_digest(rank0, caplog):
 def test_commit(tmp_path, monkeypatch):
     """The commit that runs is told in full, marked if files differ; never as a tag."""
     monkeypatch.delenv("GIT_COMMIT", raising=False)
+    monkeypatch.setenv("RANK", "0")
     code = tmp_path / "a repository" / "checkpoint.py"
     code.parent.mkdir()
     code.touch()

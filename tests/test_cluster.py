@@ -96,8 +96,10 @@ def test_commands(pytestconfig):
         assert nodes.stdout == "node1 idle gpu:3\nnode2 idle gpu:3\n", nodes
         hostname = call(*COMMAND, "exec", "node2", "hostname")
         assert hostname.stdout == "node2\n", hostname
-        again = call(*COMMAND, "up")
-        assert again.returncode == 1 and "one is running" in again.stderr, again
+        # For another shell.
+        again = call(*COMMAND, "up", "--nodes=5")
+        assert again.stdout == up.stdout, again
+        assert again.stderr == "2 nodes were running already, as they are\n", again
     finally:
         state = Path(re.search("SLURM_CONF=(.*?)/slurm.conf", up.stdout)[1])
         down = call(*COMMAND, "down")

@@ -61,19 +61,46 @@ def test_truncated_archive(jobs, archive, tmp_path, folder, nodes):
     cut.write_bytes(archive.read_bytes()[:20000])
     result = sbatch(jobs, folder, *SMALL, "job.sh", CIFAR10_ARCHIVE=str(cut))
     for node in nodes:
-        message = rf"^job.sh: error: cannot unpack CIFAR10_ARCHIVE={cut} on {node}$"
+        message = rf"^job.sh: error: {node} cannot unpack CIFAR10_ARCHIVE={cut}$"
         assert_failed(result, message, times=1, node=node)
 
 
+NO_TASK = "this is none of the 2 tasks of the job: start main.py with srun"
+ONE_TASK = "start it with srun, as one task, not {}; multi_gpu is for several"
+
+
+@pytest.mark.parametrize("start", [salloc, sbatch])
 @pytest.mark.parametrize(
-    "folder, start", [("multi_gpu", salloc), ("multi_node", sbatch)]
+    "folder, tasks, message",
+    [("single_gpu", 1, ONE_TASK.format("none")), ("multi_node", 2, NO_TASK)],
+    ids=["single_gpu", "multi_node"],
 )
-def test_started_without_srun(jobs, folder, start):
-    """It would wait for tasks that never start."""
+def test_started_without_srun(jobs, folder, tasks, message, start):
+    """It would train without the job's GPU, or wait for tasks that never start."""
     command = MAIN if start is salloc else [f"--wrap={' '.join(MAIN)}"]
-    result = start(jobs, folder, *SMALL, "--ntasks=2", *command)
-    message = "this is none of the 2 tasks of the job: start main.py with srun"
+    result = start(jobs, folder, *SMALL, f"--ntasks={tasks}", *command)
     assert_failed(result, f"^main.py: error: {message}$", times=1)
+
+
+@pytest.mark.parametrize(
+    "folder, driver", [("single_gpu", "nvidiactl"), ("imagenet", "kfd")]
+)
+def test_broken_driver(jobs, folder, driver):
+    """It ends the job, which would train on the CPU for hours, unless that is asked.
+
+    There is no driver here: its file is made up, in a /dev of the task's own.
+    """
+    script = f"""mount -t tmpfs none /mnt && mkdir /mnt/shm && touch /mnt/{driver}
+        mknod /mnt/null c 1 3 && mknod /mnt/urandom c 1 9 && mount --move /mnt /dev
+        exec env "$@" """
+    flags = [*SMALL, "--nodelist=node1", "--ntasks=1", "--gpus-per-node=1"]
+    srun = ["srun", "unshare", "--mount", "bash", "-ec", script, "bash"]
+    broken = salloc(jobs, folder, *flags, *srun, *MAIN)
+    message = "^main.py: error: no GPU of node1 works: Found no NVIDIA driver .*: "
+    assert_failed(broken, message + ".*CUDA_VISIBLE_DEVICES=''$", times=1)
+    command = ["CUDA_VISIBLE_DEVICES=", *MAIN, "--batch-size=9999"]
+    on_cpu = salloc(jobs, folder, *flags, *srun, *command)
+    assert_failed(on_cpu, "^main.py: error: a step takes 9999 samples ", times=1)
 
 
 def test_more_tasks_than_gpus(jobs):
@@ -89,20 +116,30 @@ def test_more_tasks_than_gpus(jobs):
 @pytest.mark.parametrize(
     "folder, flags, message",
     [
-        ("single_gpu", TWO_NODES, "job.sh: error: several nodes: use multi_node"),
-        ("multi_gpu", TWO_NODES, "job.sh: error: several nodes: use multi_node"),
-        (
-            "single_gpu",
-            TWO_TASKS,
-            "main.py: error: this example is a single process: start one task, or use "
-            "multi_gpu",
-        ),
+        ("single_gpu", TWO_TASKS, f"main.py: error: {ONE_TASK.format(2)}"),
+        ("single_gpu", TWO_NODES, "job.sh: error: use multi_node"),
+        ("multi_gpu", TWO_NODES, "job.sh: error: use multi_node"),
     ],
 )
 def test_too_many_tasks(jobs, folder, flags, message):
     """Each would train the same."""
     result = sbatch(jobs, folder, *flags, "job.sh", *SYNTHETIC)
     assert_failed(result, f"^{message}$")
+
+
+def test_not_what_job_sh_is_for(jobs):
+    """A heterogeneous job, sbatch in another folder, and a job.sh within srun."""
+    part = ["--nodes=1", "--ntasks-per-node=1", *SMALL]
+    result = sbatch(jobs, "multi_node", *part, ":", *part, "job.sh", *SYNTHETIC)
+    assert_failed(result, "^job.sh: error: heterogeneous job$", times=1)
+    result = sbatch(jobs, "", *part, "single_gpu/job.sh", *SYNTHETIC)
+    error = f"no {re.escape(str(jobs.clone))}/main.py"
+    assert_failed(result, f"^job.sh: error: {error}$", times=1)
+    srun = ["srun", *part, "bash", "job.sh", *SYNTHETIC]
+    for folder in ("single_gpu", "imagenet"):
+        result = jobs.run(srun, folder, timeout=SOON)
+        assert result.exit_code == 1, result
+        assert result.find("^job.sh: .* ENVIRONMENT: use sbatch$"), result
 
 
 def test_multi_gpu_on_two_nodes_of_salloc(jobs):
@@ -151,25 +188,26 @@ def test_nobody_at_master_addr(jobs):
     )
 
 
-def test_rank_never_comes(jobs):
-    """The other gives up and says where it looked. c10d looks for rank 0 twice."""
+def test_rank_never_comes(jobs, tmp_path):
+    """The other gives up: c10d would look for rank 0 twice, the watch ends that."""
     command = (
         "srun --kill-on-bad-exit=1 bash -c '[ $SLURM_PROCID = {} ] && exec sleep 1000; "
         "exec uv run --no-sync python main.py --synthetic --timeout=2'"
     )
-    where = r"\(cpu:0\) cannot join the others at MASTER_ADDR=node1, MASTER_PORT=\d+, "
+    where = r"\(cpu:0\) cannot join the others at MASTER_ADDR=node1, MASTER_PORT=\d+: "
     expected = [
-        f"rank 1 of 2 on node2 {where}.*timed out",
+        "rank 1 on node2 has not begun to train after 12 s: another rank ",
         f"rank 0 of 2 on node1 {where}.*1/2 cl",
     ]
     ids = [
-        jobs.submit("imagenet", *TWO_NODES, f"--wrap={command.format(missing)}")
-        for missing in (0, 1)
+        # What the watch ends leaves a folder of multiprocessing's there.
+        jobs.submit("imagenet", *TWO_NODES, f"--wrap={wrap}", TMPDIR=str(tmp_path))
+        for wrap in map(command.format, (0, 1))
     ]
     for job, message in zip(ids, expected, strict=True):
         result = jobs.wait(job, timeout=90)
         assert result.state == "FAILED" and "Traceback" not in result.output, result
-        said = result.find("^main.py: error: .*")
+        said = result.find("^(?:main.py: )?error: .*")
         assert len(said) == 1 and re.search(message, said[0]), result
 
 
@@ -181,3 +219,23 @@ def test_a_rank_dies(jobs):
     os.kill(jobs.pid("node2", "main.py"), signal.SIGKILL)
     result = jobs.wait(job, timeout=30)
     assert result.state == "FAILED", result
+
+
+def test_name_not_resolved(jobs):
+    """The rank that cannot resolve MASTER_ADDR says so itself, and soon."""
+    script = """[ $SLURM_PROCID = 0 ] || { grep -v node1 /etc/hosts > /tmp/hosts
+        mount --bind /tmp/hosts /etc/hosts; rm /tmp/hosts; }; exec "$@" """
+    srun = ["srun", "--kill-on-bad-exit=1", "unshare", "--mount", "bash", "-c", script]
+    command = [*TWO_NODES, *srun, "bash", *MAIN]
+    result = salloc(jobs, "multi_node", *command, MASTER_ADDR="node1")
+    message = "^main.py: error: rank 1 of 2 on node2 .* cannot join .*=node1, .*Errno"
+    assert_failed(result, message, times=1)
+
+
+def test_no_scontrol(jobs):
+    """In a container under salloc, main.py cannot ask for the first node."""
+    script = 'PATH=$(dirname "$(command -v uv)"):/tmp; exec "$@"'
+    command = ["srun", "--kill-on-bad-exit=1", "bash", "-c", script, "bash", *MAIN]
+    result = salloc(jobs, "multi_node", *TWO_NODES, *command)
+    message = "scontrol fails, as in a container: export MASTER_ADDR, rank 0's node"
+    assert_failed(result, f"^main.py: error: {message}$")

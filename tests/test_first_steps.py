@@ -40,10 +40,19 @@ def test_try_it_here(clone, tmp_path):
     assert result.exit_code == 0, output
     assert (tmp_path / ".uv" / "bin" / "uv").exists(), output
     assert "Successfully installed uv" in output
+    output = output.replace(str(clone), "/home/you/pytorch_on_slurm")
     lines = [MEASURED.sub("…", line) for line in output.splitlines()]
-    assert lines[-6:] == [MEASURED.sub("…", line) for line in shown.splitlines()]
+    assert lines[-7:] == [MEASURED.sub("…", line) for line in shown.splitlines()]
     (accuracy,) = re.findall(r"^Test loss .* accuracy (.*)%$", output, re.M)
     assert float(accuracy) >= 90, output
+
+
+def test_a_clone_on_windows(clone, tmp_path):
+    """Git may be set to write Windows' line ends: bash would not run such a script."""
+    command = ["git", "-c", "core.autocrlf=true", "clone", "--quiet", clone, tmp_path]
+    assert call(command, cwd=tmp_path).exit_code == 0
+    scripts = [tmp_path / "single_gpu/job.sh", tmp_path / "imagenet/safe_sbatch"]
+    assert not any(b"\r" in script.read_bytes() for script in scripts)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -70,7 +79,7 @@ def test_your_first_job(jobs):
 
     # Slurm takes a moment to say what a job waits for.
     jobs.until_found(waiting, as_expected, "the page's table", 60)
-    assert re.findall(r"^tail -f slurm-(\d+)\.out |^scancel (\d+) ", look, re.M) == [
+    assert re.findall(r"^tail -F slurm-(\d+)\.out |^scancel (\d+) ", look, re.M) == [
         (rows[0][0], ""),
         ("", rows[0][0]),
     ]

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 ONE = ["--nodes=1", *TWO]  # rank
 
 
-def test_the_whole_way(user, undisturbed, tmp_path):
+def test_the_whole_way(user, undisturbed):
     """From safe_sbatch through the time limit and a requeue to the end.
 
     The weights are those of a job that nothing has happened to.
@@ -18,10 +18,7 @@ def test_the_whole_way(user, undisturbed, tmp_path):
     flags = ["--parsable", f"--output={user.logs}/%j.out", "--signal=USR1@175"]
     command = ["./safe_sbatch", *TWO, *flags, "--time=10", "job.sh", *TINY, *EPOCHS]
     command += ["--save-steps=3", "--timeout=900"]  # a rank is stopped meanwhile
-    # Links to uv's cache: the nodes' disks here are smaller than the environment.
-    # A second start finds its modules compiled, in an environment that is new again.
-    env = {"UV_LINK_MODE": "symlink", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    submitted = user.run(command, "imagenet", **env)
+    submitted = user.run(command, "imagenet")
     assert submitted.exit_code == 0, submitted
     job = submitted.output.split()[-1]
     user.until(job, "^World size")

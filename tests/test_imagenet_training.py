@@ -7,6 +7,7 @@ Where a number finer than the printed ones is needed, its functions are called.
 
 import atexit
 import collections
+import functools
 import gzip
 import importlib
 import itertools
@@ -24,14 +25,14 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
+from drawn_imagenet import bad_png
 from PIL import Image
 from slurm_jobs import ARGUMENTS_LINE, IMAGENET_EPOCH_LINE
-from test_checkpoint import REPOSITORY, Started, checkpoint, run_ranks
+from test_checkpoint import REPOSITORY, Started
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision import models
@@ -73,13 +74,14 @@ class Training(Started):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         env |= {
-            "WORLD_SIZE": str(world_size),
+            "SLURM_NTASKS": str(world_size),
+            "SLURM_STEP_NUM_TASKS": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
         }
         ranks = range(started or world_size)
-        envs = [env | {"RANK": str(rank)} for rank in ranks]
+        envs = [env | {"SLURM_PROCID": str(rank)} for rank in ranks]
         jobs = [("imagenet", arguments, log, env) for env in envs]
         super().__init__(log, run_main, jobs)
 
@@ -120,12 +122,26 @@ def run_main(example: str, arguments, log: Path, environment: dict):
     os.dup2(output, 2)
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(log.parent)
+    os.chdir(environment.get("FOLDER", log.parent))
     sys.argv = ["main.py", *arguments]
     try:
-        runpy.run_path(str(REPOSITORY / example / "main.py"), run_name="__main__")
+        if "FLOAT16" in environment:
+            main_in_float16()
+        else:
+            runpy.run_path(str(REPOSITORY / example / "main.py"), run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # which a process of multiprocessing does not
+
+
+def main_in_float16():
+    """Run imagenet's main() as on a GPU that does not compute bfloat16 itself."""
+    main.find_dtype = lambda device: torch.float16
+    # So the first steps overflow.
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**32)
+    torch.amp.GradScaler = scaler
+    # This fills what is not initialised with nan.
+    torch.use_deterministic_algorithms(True)
+    main.main()
 
 
 def still_running(processes: set[int]) -> list[int]:
@@ -134,9 +150,9 @@ def still_running(processes: set[int]) -> list[int]:
 
 
 def run_to_its_end(
-    folder: Path, world_size: int, *arguments: str, status: int = 0
+    folder: Path, world_size: int, *arguments: str, status: int = 0, **env: str
 ) -> Training:
-    with Training(folder, world_size, *arguments) as training:
+    with Training(folder, world_size, *arguments, **env) as training:
         assert training.join() == [status] * world_size, training.text()
     return training
 
@@ -181,7 +197,8 @@ def test_a_whole_run(undisturbed):
     assert no_gpu == "warning: no GPU found, training on the CPU"
     assert head == (
         "World size 3: 8 steps an epoch, 3 x 4 samples each, of 100; "
-        "598 to validate; computing in float32"
+        "598 to validate; 10 classes; mobilenet_v3_small, 32 x 32 pixels, 2 epochs; "
+        "computing in float32"
     )
     assert [IMAGENET_EPOCH_LINE.match(line)[1] for line in epochs] == ["1", "2"]
     assert WEIGHTS_LINE.match(f"{last}\n")
@@ -211,12 +228,13 @@ def stop(
     number: int,
     epoch: int,
     step: int,
+    **env: str,
 ) -> Path:
     """Signal the last rank when a checkpoint is there; return the one they all leave.
 
     Slurm signals all of them, but not at the same moment.
     """
-    with Training(folder, world_size, *arguments) as training:
+    with Training(folder, world_size, *arguments, **env) as training:
         training.wait_for_checkpoint(epoch, step)
         for _ in range(2):  # from srun and from uv
             os.kill(training.processes[-1].pid, number)
@@ -269,6 +287,36 @@ def test_stopped_in_a_validation(undisturbed, tmp_path):
     assert stopped.name == "epoch-001-step-000008.pt"
     assert not IMAGENET_EPOCH_LINE.search((tmp_path / "0.log").read_text())
     check_that_nothing_is_lost(tmp_path, stopped, undisturbed)
+
+
+def test_float16(tmp_path):
+    """Steps that overflow change no weight, and a run that was stopped loses nothing.
+
+    It may go on in another precision, which one warning says.
+    """
+    arguments = [*TINY, "--model=shufflenet_v2_x0_5", "--epochs=2", "--accumulate=2"]
+    arguments += ["--save-steps=1", "--keep=99"]
+    half = {"FLOAT16": "1"}
+    right = run_to_its_end(tmp_path / "right", 2, *arguments, **half)
+    assert "; computing in float16\n" in right.text()
+    first, second, *_, last = (
+        torch.load(path, weights_only=True)
+        for path in sorted(right.checkpoints.glob("epoch-*"))
+    )
+    assert first["scaler"]["scale"] == 2.0**31
+    assert last["scaler"]["scale"] < second["scaler"]["scale"]
+    for name, weight in first["model"].items():
+        stays = torch.equal(weight, second["model"][name])
+        # A pass over the images counts, for BatchNorm.
+        assert stays != any(part in name for part in ("running", "num_batches")), name
+    stop(tmp_path / "stopped", 2, arguments, signal.SIGUSR1, 1, 2, **half)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "float32")
+    resumed = run_to_its_end(tmp_path / "stopped", 2, *arguments, **half)
+    told = WEIGHTS_LINE.findall(right.text())
+    assert WEIGHTS_LINE.findall(resumed.text()) == told
+    text = run_to_its_end(tmp_path / "float32", 2, *arguments).text()
+    warning = "warning: this run was in torch.float16, and is in torch.float32\n"
+    assert text.count(warning) == 1 and not errors(text)
 
 
 def test_evaluation_does_not_depend_on_the_ranks(undisturbed, tmp_path):
@@ -350,8 +398,8 @@ def test_other_numbers_of_ranks(tmp_path):
 @pytest.mark.parametrize(
     "argument, message",
     [
-        ("--epochs=0", "--epochs: must be at least 1: 0"),
-        ("--weight-decay=nan", "--weight-decay: must be at least 0.0: nan"),
+        ("--epochs=0", "--epochs 0: must be at least 1"),
+        ("--weight-decay=nan", "--weight-decay nan: must be at least 0"),
         # In training, it gives more than logits.
         ("--model=googlenet", r"--model: invalid choice: 'googlenet' \(.*'resnet50'"),
     ],
@@ -360,7 +408,20 @@ def test_wrong_argument(argument, message, capsys):
     with pytest.raises(SystemExit):
         options(argument)
     last_line = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(f"main.py: error: argument {message}", last_line), last_line
+    assert re.match(f"main.py: error: (argument )?{message}", last_line), last_line
+
+
+def test_synthetic_is_small(monkeypatch):
+    """It is the first thing that people type. What else they type, they get."""
+
+    def parse(*arguments: str) -> tuple:
+        monkeypatch.setattr(sys, "argv", ["main.py", *arguments])
+        args = main.parse_args()
+        return args.model, args.image_size, args.batch_size, args.epochs
+
+    assert parse("--synthetic") == ("shufflenet_v2_x0_5", 64, 8, 2)
+    full = ("--model=resnet50", "--image-size=224", "--batch-size=256", "--epochs=90")
+    assert parse() == parse("--synthetic", *full) == ("resnet50", 224, 256, 90)
 
 
 @pytest.fixture(scope="module")
@@ -386,6 +447,29 @@ def test_an_image_that_does_not_decode(split, workers, tree, tmp_path):
     text = run_to_its_end(tmp_path, 1, *arguments, status=1).text()
     (line,) = errors(text)
     assert re.match(rf"main.py: error: cannot \w+ .*{bad} on .*: .+", line), text
+
+
+@pytest.mark.parametrize(
+    "name, data, cause",
+    [
+        ("class1/9.png", bad_png(), "broken data stream"),
+        ("class1/9.jpg", b"", "it is no JPEG, PNG or WebP"),
+        ("class1/9.jpg", b"GIF89a", "it is no JPEG, PNG or WebP"),
+    ],
+)
+def test_an_image_is_named(name, data, cause, tree, tmp_path):
+    """Also a PNG that torchvision would crash at, an empty file, and another kind."""
+    shutil.copytree(tree, tmp_path / "tree")
+    (tmp_path / "tree/train" / name).write_bytes(data)
+    arguments = [f"--data-dir={tmp_path}/tree", "--workers=0", "--epochs=1"]
+    arguments += ["--image-size=32", "--model=dummy", "--batch-size=5"]
+    text = run_to_its_end(tmp_path, 1, *arguments, status=1).text()
+    (line,) = [line for line in text.splitlines() if line.startswith("main.py")]
+    place = f"{tmp_path}/tree/train/{name}"
+    assert re.match(f"main.py: error: cannot decode image {place} .*{cause}", line), (
+        text
+    )
+    assert "Traceback" not in text
 
 
 def test_limited_samples(tree):
@@ -458,22 +542,6 @@ def test_profile(tmp_path):
         assert found["aten::cross_entropy_loss"] == 5 * 2 * 2
 
 
-def test_a_line_at_every_tenth(monkeypatch, caplog, capsys):
-    """A batch job's log says where a long epoch is: loss, images/s and time left."""
-    caplog.set_level("INFO")
-    monkeypatch.setenv("RANK", "0")
-    bar = main.progress(3, 20, 8)  # stderr is no terminal, as in a job
-    assert bar.mininterval == 10  # seconds: a short epoch says nothing
-    bar.mininterval = 0
-    for _ in range(20):
-        main.show(bar, torch.tensor([5.0, 1, 4]))
-    bar.close()
-    lines = caplog.text.splitlines()
-    assert len(lines) == 10, lines
-    first = r"Epoch 3: +10%\|.*\| 16/160 \[.* images/s, loss=1.250\]$"
-    assert re.search(first, lines[0]), lines
-
-
 # Functions
 
 MEAN, STD = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[
@@ -544,42 +612,6 @@ def test_augmentation():
         image, _ = train_set[1, index]
         for others, epoch in ((train_set, 2), (another_seed, 1)):
             assert not torch.equal(others[epoch, index][0], image)
-
-
-# What steps compute
-
-
-def agree(cases: list[tuple]) -> list:
-    """Return what `agree` says where rank 0 has this speed, and rank 1 this loss."""
-    answers = []
-    rank = dist.get_rank()
-    for speed, save_steps, loss in cases:
-        run = MagicMock(step=500, epoch=1)
-        metrics = torch.tensor([loss if rank == 1 else 1.0, 1, 4]).double()
-        checkpoints = checkpoint.Checkpoints(Path("unused"), 3)
-        watch = MagicMock()
-        watch.steps_per_second.return_value = 0 if rank == 1 else 2 * speed
-        args = options(save_steps=save_steps)
-        try:
-            answers.append(main.agree(run, metrics, checkpoints, watch, args))
-        except checkpoint.RunError as error:
-            answers.append(str(error))
-    return answers
-
-
-def test_ranks_agree():
-    """Every 20 steps, or every 2 seconds, or when one is to save.
-
-    If the loss is not finite on one of them, none goes on, and nothing is saved.
-    """
-    # 500 is 71 * 7 + 3.
-    paces = [(0, 10**6), (99, 10**6), (4, 10**6), (99, 7)]
-    cases = [(*pace, 1.0) for pace in paces] + [(99, 1, math.nan)]
-    first, second = run_ranks(2, agree, cases)
-    assert first == second
-    *steps, said = first
-    assert steps == [1, 20, 8, 4]
-    assert said.startswith("the loss is nan before step 500 of epoch 1: ")
 
 
 # Models and their optimizer

@@ -3,11 +3,13 @@
 import contextlib
 import io
 import itertools
+import logging
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tarfile
@@ -20,6 +22,7 @@ import pytest
 import torch
 import torchvision.transforms.v2  # noqa: F401  # for the forked processes
 from drawn_imagenet import (
+    bad_png,
     draw_folders,
     draw_imagenet,
     draw_tiny_imagenet,
@@ -28,16 +31,19 @@ from drawn_imagenet import (
 )
 from PIL import Image
 from test_checkpoint import REPOSITORY, mounted
+from torchvision.io import decode_image
 
 SCRIPT = REPOSITORY / "imagenet" / "prepare_data.py"
 import prepare_data  # noqa: E402
-from archives import DEVKIT, HOST, TRAIN, VAL  # noqa: E402
-from data import BadImage, Images, Synthetic  # noqa: E402
+from archives import DEVKIT, HOST, TRAIN, VAL, StagingError  # noqa: E402
+from data import BadImage, Images, Synthetic, decode, list_tree  # noqa: E402
 
 # pytest shows all warnings.
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding")
 FORMS = [(), ("--extract",), ("--resize=32",)]
 JPEG = b"\xff\xd8\xff"
+TINY = "tiny-imagenet-200.zip"
+SUFFIXES = ("JPG", "jpeg", "png")
 # A forked process has what takes seconds to import. Threads would not survive the fork.
 FORK = multiprocessing.get_context("fork")
 torch.set_num_threads(1)
@@ -59,6 +65,7 @@ def call(*arguments, hook=None) -> tuple[int | None, str]:
         os.dup2(output.fileno(), 2)
         sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)
         sys.argv = command(*arguments)
+        logging.root.handlers.clear()  # pytest's
         if hook:
             sys.addaudithook(hook)
         prepare_data.main()
@@ -160,7 +167,7 @@ def test_every_layout_in_every_form(layout, tmp_path):
         output = run(source, folder, *flags)
         line = rf"^{HOST}: staged {count} images in {folder} after \d+\.\d s$"
         assert re.search(line, output, re.MULTILINE), output
-        line = f"{HOST}: whole.tar has no train and val folders: every tenth image of"
+        line = f"{HOST}: whole.tar has no train and val folders: one image in ten is"
         assert (line in output) == (source.name == "whole.tar"), output
         again = run(source, folder, *flags)
         assert again == f"{HOST}: {folder} is staged already\n"
@@ -213,6 +220,94 @@ def test_in_dataloader_workers(imagenet, data_dir):
         assert abs(difference).mean() < 3, name
 
 
+def test_val_in_class_folders(imagenet, damaged, data_dir):
+    """As scripts sort ImageNet's val images, here even wrongly: a number is a label."""
+    names = sorted(name for _, name in imagenet.valid)
+    content = {name: data for (_, name), data in imagenet.valid.items()}
+    files = {
+        f"./n{len(names) - i}/{name}": content[name] for i, name in enumerate(names)
+    }
+    (damaged / VAL).write_bytes(tar_bytes(files | {"./._1.JPEG": b""}))
+    assert f"{VAL}: left out: 1 hidden" in run(damaged, data_dir)
+    check(imagenet, data_dir)
+    renamed = {name.replace("00000007", "00000013"): files[name] for name in files}
+    (damaged / VAL).write_bytes(tar_bytes(renamed))
+    message = f"{VAL} has .*00000008.JPEG in the place of image 7"
+    refused(damaged, data_dir.with_name("other"), message)
+
+
+def test_what_is_left_out(tmp_path, data_dir):
+    """It is counted. A folder of macOS, suffixes of Windows, names of both."""
+    webp = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(webp, "WEBP")
+    kept = {
+        f"{split}/a/1.{end}": JPEG for split in ("train", "val") for end in SUFFIXES
+    }
+    kept |= {f"{split}/b/1.jpg": JPEG for split in ("train", "val")}
+    kept["train/a/\u202f.webp"] = kept["val/a/1.JFIF"] = webp.getvalue()
+    others = [
+        "__MACOSX/train/a/._1.jpg",
+        "test/1.jpg",
+        "train/a/1.bmp",
+        "train/.DS_Store",
+    ]
+    files = {name.replace("/", "\\"): data for name, data in kept.items()}
+    write_zip(tmp_path / "mine.ZIP", files | dict.fromkeys(others, b""))
+    output = run(tmp_path, data_dir)
+    assert "left out: 2 hidden, 1 in other places, 1 .bmp" in output
+    images = Images(data_dir, "train")
+    assert len(images) == 5 and len(Images(data_dir, "val")) == 5
+    assert images.read(3).shape == (3, 40, 40)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "cp932"])
+def test_names_of_other_zips(tmp_path, data_dir, encoding):
+    """Programs of macOS and Windows do not say how names are encoded.
+
+    Half of some of these letters is a backslash. Dropbox has a name for the top, too.
+    """
+    names = ["\u8868\u793a", "\u8868\u9762", "\u30bd", "a"]
+    kept = [f"{split}/{name}/1.jpg" for split in ("train", "val") for name in names]
+
+    class Info(zipfile.ZipInfo):
+        def _encodeFilenameFlags(self):
+            return self.filename.encode(encoding), 0
+
+    with zipfile.ZipFile(tmp_path / "mine.zip", "w") as archive:
+        for name in ["/", *kept]:
+            archive.writestr(Info(name), JPEG if name in kept else b"")
+    run(tmp_path, data_dir)
+    classes = Images(data_dir, "train").classes
+    assert len(classes) == 4
+    assert encoding != "utf-8" or classes == sorted(names)
+    resized = data_dir.with_name("kept")
+    run(tmp_path, resized, "--extract")
+    assert sorted(os.listdir(resized / "val")) == classes
+
+
+def test_more_files_than_a_zip_can_count(tmp_path, data_dir):
+    """macOS writes what is left of 65536 into the field, and no other field."""
+    path = tmp_path / "mine.zip"
+    places = [f"{split}/{name}" for split in ("train", "val") for name in "ab"]
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(2**14 + 1):
+            for place in places:
+                archive.writestr(f"{place}/{number}.jpg", b"")
+    content = path.read_bytes()
+    end = content.index(b"PK\6\6")  # what other programs add
+    size_and_start = (content[end + at : end + at + 4] for at in (40, 48))
+    path.write_bytes(
+        content[:end]
+        + b"PK\5\6"
+        + bytes(4)
+        + 2 * b"\4\0"
+        + b"".join(size_and_start)
+        + bytes(2)
+    )
+    output = run(tmp_path, data_dir)
+    assert f"staged {2**16 + 4} images" in output
+
+
 # Again, killed, at once.
 
 
@@ -241,8 +336,11 @@ def test_what_others_have_put_there(imagenet, data_dir):
 
 @pytest.mark.parametrize("flags", FORMS)
 def test_killed_at_any_moment(tmp_path, data_dir, flags):
-    """SIGKILL before the first change to the disk, the second, ... and the last."""
-    drawn = draw_imagenet(tmp_path / "few", classes=2, train=2, valid=1)
+    """SIGKILL before the first change to the disk, the second, ... and the last.
+
+    What it has written by then, job.sh removes.
+    """
+    drawn = draw_imagenet(tmp_path / "few", classes=2, train=1, valid=1)
     changes = ("open", "os.mkdir", "os.rename")
     for moment in itertools.count(1):
         hook = at(str(data_dir.parent), end_by(signal.SIGKILL), moment, changes)
@@ -253,7 +351,8 @@ def test_killed_at_any_moment(tmp_path, data_dir, flags):
         assert not data_dir.exists()
     assert moment > 5
     check(drawn, data_dir, same_bytes=False)
-    assert list(data_dir.parent.iterdir()) == [data_dir]
+    others = {path.name.partition(".")[2] for path in data_dir.parent.iterdir()} - {""}
+    assert all(name.startswith("unfinished-") for name in others)
 
 
 def test_interrupted(imagenet, data_dir):
@@ -288,13 +387,14 @@ def test_nothing_there(damaged, tmp_path, data_dir):
     empty.mkdir()
     refused(empty, data_dir, f"empty in .*: it has 0 archives, and no {TRAIN}")
     compressed.write_bytes(tar_bytes({"train/a/1.jpg": JPEG}, "w:gz"))
-    refused(compressed, data_dir, "or compressed, at its start")
+    refused(compressed, data_dir, "compressed, or several in one, at its start")
     for name in (VAL, TRAIN):
         (damaged / name).unlink()
         refused(damaged, data_dir, f"No such file or directory: '.*{name}'")
     # And main.py, where class folders are empty.
-    (empty / "train" / "a").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match=r"no images in .*train"):
+    for split in ("train", "val"):
+        (empty / split / "a").mkdir(parents=True)
+    with pytest.raises(StagingError, match=f"{empty} has no images in train/CLASS/"):
         Images(empty, "train")
 
 
@@ -342,13 +442,17 @@ def test_damaged_zip(tmp_path, data_dir):
     """It is cut, or bytes of it are missing, or wrong in an image that starts well."""
     path, name = tmp_path / "mine.zip", "train/a/1.jpg"
     files = {name: JPEG + 50 * bytes(range(256)), "val/a/1.jpg": JPEG}
+    files |= {"train/b/1.jpg": JPEG, "val/b/1.jpg": JPEG}
     write_zip(path, files, zipfile.ZIP_DEFLATED)
     content = path.read_bytes()
     for kept in (content[: len(content) // 2], content[:100] + content[200:]):
         path.write_bytes(kept)
         refused(path, data_dir, "mine.zip is .*damaged")
-    path.write_bytes(content.replace(content[200:260], b"\xff" * 60))
-    refused(path, data_dir, f"mine.zip in .* is damaged at {name}", FORMS[1:])
+    for compression in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
+        write_zip(path, files, compression)
+        content = path.read_bytes()
+        path.write_bytes(content.replace(content[200:260], b"\xff" * 60))
+        refused(path, data_dir, f"{path}: {name}.* (Error|damaged)", FORMS[1:])
 
 
 @pytest.mark.parametrize(
@@ -363,6 +467,31 @@ def test_names_that_lead_elsewhere(tmp_path, data_dir, name):
         refused(tmp_path / archive, data_dir, message)
 
 
+@pytest.mark.parametrize("at, value", [(2, 9), (2, 12), (0, 1)])
+def test_other_zips(tmp_path, data_dir, at, value):
+    """Deflate64, bzip2, or with a password: so say two headers of each file."""
+    path = tmp_path / "mine.zip"
+    write_zip(path, {"train/a/1.jpg": JPEG, "val/a/1.jpg": JPEG})
+    content = bytearray(path.read_bytes())
+    for found in re.finditer(rb"(?s)PK\x03\x04..|PK\x01\x02....", bytes(content)):
+        content[found.end() + at] |= value
+    path.write_bytes(content)
+    message = "mine.zip: train/a/1.jpg is encrypted, or compressed by method"
+    refused(path, data_dir, message)
+
+
+@pytest.mark.parametrize("options", [[], ["--format=posix", "--sparse-version=1.0"]])
+def test_sparse_tar(tmp_path, data_dir, options):
+    image = tmp_path / "train" / "a" / "1.jpg"
+    image.parent.mkdir(parents=True)
+    image.write_bytes(JPEG)
+    os.truncate(image, 2**20)
+    command = ["tar", "-S", *options, "-cf", "mine.tar", "train"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    message = "mine.tar: train/a/1.jpg is a link, a device or sparse"
+    refused(tmp_path / "mine.tar", data_dir, message)
+
+
 def test_links(tmp_path, data_dir):
     path = tmp_path / "mine.tar"
     member = tarfile.TarInfo("train/a/link.jpg")
@@ -371,13 +500,45 @@ def test_links(tmp_path, data_dir):
         member.type = kind
         with tarfile.open(path, "w") as tar:
             tar.addfile(member)
-        refused(path, data_dir, "train/a/link.jpg is a link or a device")
+        refused(path, data_dir, "train/a/link.jpg is a link, a device or sparse")
+    info = zipfile.ZipInfo("train/a/link.jpg")
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16  # by zip -y
+    with zipfile.ZipFile(tmp_path / "mine.zip", "w") as archive:
+        archive.writestr(info, "/etc/passwd")
+    refused(tmp_path / "mine.zip", data_dir, "train/a/link.jpg is a link: zip without")
+
+
+def test_links_in_a_tree(tmp_path):
+    """Folders of others may be linked, each of them once."""
+    for place in ("train/a", "val/a", "train/b", "val/b"):
+        (tmp_path / "others" / place).mkdir(parents=True)
+        (tmp_path / "others" / place / "1.jpg").write_bytes(JPEG)
+    tree = tmp_path / "tree"
+    (tree / "train").mkdir(parents=True)
+    for name in "ab":
+        (tree / "train" / name).symlink_to(tmp_path / "others" / "train" / name)
+    (tree / "val").symlink_to(tmp_path / "others" / "val")
+    assert len(Images(tree, "train")) == len(Images(tree, "val")) == 2
+    list_tree.cache_clear()
+    again = tmp_path / "others" / "train" / "b" / "again"  # by ln -s, called twice
+    again.symlink_to(again.parent)
+    with pytest.raises(
+        StagingError, match=r"train/b/again is .*/b again: remove a link"
+    ):
+        Images(tree, "train")
 
 
 @pytest.mark.parametrize(
     "files, message",
     [
-        ({"train/a/1.jpg": JPEG}, "has no val images in class folders"),
+        (
+            {"train/a/1.jpg": JPEG, "train/b/1.jpg": JPEG, "val/b/1.jpg": JPEG},
+            "has no val images of a",
+        ),
+        (
+            {f"images/{number}.jpg": JPEG for number in range(20)},
+            "has a single class, images: put the images of each class in a folder",
+        ),
         (
             # As Tiny ImageNet. The text file has nothing of this image.
             {
@@ -385,10 +546,29 @@ def test_links(tmp_path, data_dir):
                 "val/images/1.jpg": JPEG,
                 "val/val_annotations.txt": b"2.jpg\ta\n",
             },
-            "has val images of images, and none to train on",
+            "has no train images of images",
         ),
-        ({"1.txt": JPEG, "1.jpg": JPEG}, "has no .* images in class folders"),
-        ({"train/a/1.jpg": b"GIF89a", "val/a/1.jpg": JPEG}, "a/1.jpg is no JPEG"),
+        ({"1.txt": JPEG, "1.jpg": JPEG}, "has no images in train/CLASS/, .* or CLASS/"),
+        (
+            {"x/Train/1.jpg": JPEG, "x/testing/1.jpg": JPEG},
+            "has no images in train/CLASS/, val/CLASS/ or CLASS/",
+        ),
+        (
+            {"a/1.jpg": JPEG, "b/c/1.jpg": JPEG},
+            "b/c/1.jpg is not in a class folder beside the others",
+        ),
+        (
+            {
+                f"{part}/{name}/1.jpg": JPEG
+                for part in ("train", "test")
+                for name in "ab"
+            },
+            "has no val images of a: put .* into train/CLASS/ and val/CLASS/",
+        ),
+        (
+            {"train/a/1.jpg": JPEG, "val/a/1.jpg": JPEG, "train/b/1.bmp": b""},
+            "has no train images of b",
+        ),
     ],
 )
 def test_wrong_folders(tmp_path, data_dir, files, message):
@@ -396,12 +576,22 @@ def test_wrong_folders(tmp_path, data_dir, files, message):
     refused(tmp_path / "mine.tar", data_dir, f"mine.tar.*{message}")
 
 
+def test_tiny_imagenet_as_a_tree(tmp_path):
+    """Its val images are in one folder: only its zip has another way."""
+    with zipfile.ZipFile(draw_tiny_imagenet(tmp_path / "zip").source / TINY) as archive:
+        archive.extractall(tmp_path)
+    tree = tmp_path / "tiny-imagenet-200"
+    message = f"{tree} has no train images of images: put .* into train/CLASS/"
+    with pytest.raises(StagingError, match=message):
+        Images(tree, "train")
+
+
 def test_two_images_of_one_name(tmp_path, data_dir):
     """In an extracted tree, the second would overwrite the first."""
-    files = {f"{part}/cat/{i}.jpg": JPEG for part in "ab" for i in range(10)}
+    files = {f"{part}/train/cat/1.jpg": JPEG for part in "ab"}
     (tmp_path / "mine.tar").write_bytes(tar_bytes(files))
-    message = r"mine.tar.*File exists: .*/cat/\d.jpg"
-    refused(tmp_path / "mine.tar", data_dir, message, forms=[["--extract"]])
+    message = r"mine.tar: there are two images train/cat/1.jpg: remove one"
+    refused(tmp_path / "mine.tar", data_dir, message)
 
 
 # Disks.
@@ -449,20 +639,65 @@ def test_a_folder_that_cannot_be_made(imagenet, tmp_path):
 
 
 def test_damaged_image(imagenet, damaged, data_dir):
-    """It is found by its first bytes, when it is resized, or when it is read."""
+    """It is named when it is resized, or when it is read."""
     name, archive = "n00000003_4.JPEG", damaged / TRAIN
     content, image = archive.read_bytes(), imagenet.train["n00000003", name]
-    archive.write_bytes(content.replace(image, bytes(len(image))))
-    refused(damaged, data_dir, f"{TRAIN}.*{name} is no JPEG")
     cut = image[:300].ljust(len(image), b"\0")
     archive.write_bytes(content.replace(image, cut))
-    message = f"cannot decode image train/n00000003/{name}: "
+    message = f"cannot decode image .*{TRAIN}: train/n00000003/{name} on "
     refused(damaged, data_dir, message, [("--resize=32",)])
     run(damaged, data_dir)
     images = Images(data_dir, "train")
     place = f"{data_dir}/{TRAIN}: train/n00000003/{name} on {HOST}: "
     with pytest.raises(BadImage, match=rf"^cannot decode image {place}.*\Z"):
         images.read(16)
+
+
+@pytest.mark.parametrize("flags", [["--resize=16"], ["--resize=16", "--extract"]])
+def test_damaged_png(tmp_path, data_dir, flags):
+    """torchvision would crash at it."""
+    files = {
+        f"{split}/{name}/1.jpg": JPEG for split in ("train", "val") for name in "ab"
+    }
+    (tmp_path / "mine.tar").write_bytes(tar_bytes({"train/a/0.png": bad_png()} | files))
+    message = (
+        r"cannot decode image .*/mine.tar: train/a/0.png on .*: broken data stream"
+    )
+    refused(tmp_path / "mine.tar", data_dir, message, [flags])
+
+
+def test_no_warning_about_pngs(tmp_path, data_dir):
+    """Of a palette with transparency, nor of more pixels than Pillow likes.
+
+    It runs as a command: in a test's process, pytest takes all warnings.
+    """
+    palette, large = io.BytesIO(), io.BytesIO()
+    colors = Image.effect_noise((40, 30), 60).convert("P")
+    colors.save(palette, "PNG", transparency=bytes(range(256)))
+    Image.new("1", (13400, 13400)).save(large, "PNG")  # 0.5 GB as RGB
+    files = {f"{split}/a/1.png": palette.getvalue() for split in ("train", "val")}
+    files |= {name.replace("/a/", "/b/"): files[name] for name in files}
+    files["train/b/2.png"] = large.getvalue()
+    write_zip(tmp_path / "mine.zip", files)
+    resize = [sys.executable, *command(tmp_path, data_dir, "--resize=16")]
+    result = subprocess.run(resize, capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+    assert Images(data_dir, "train").read(2).shape == (3, 16, 16)
+
+
+def test_kinds_of_png():
+    """They are read as torchvision reads them, also those of 16 bits."""
+    grey = Image.fromarray(np.arange(2**16, dtype=np.uint16).reshape(256, 256))
+    others = [
+        Image.effect_noise((40, 30), 60).convert(m) for m in ("1", "P", "LA", "L")
+    ]
+    for image in [grey, *others]:
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        content = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        meant = decode_image(content, "RGB")
+        scale = 2 ** (8 * meant.element_size() - 8)
+        assert torch.equal(decode(content), (meant.int() // scale).byte()), image.mode
 
 
 # What ended jobs have left.

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 from side_by_side import (
+    add_up,
     argument_parser,
     build_optimizer,
     compare,
     draw_cifar10,
     load_example,
+    pad,
     shipped,
     take_turns,
     train_plainly,
@@ -63,13 +65,13 @@ def main() -> None:
         batches = ((example.normalize(images[i]), labels[i]) for i in chosen)
 
         def measure(logits, labels, loss) -> None:
-            example.measure(metrics, logits, labels)
+            add_up(metrics, logits, labels, loss)
 
         train_plainly(network, optimizer, batches, read=measure)
 
     with cifar10_folder(args) as folder:
         images, labels = read(folder, args.samples)
-        data = example.Split(example.view_crops(images), labels)
+        data = pad(example, images, labels)
         bare, augmented = (usual_loader(folder, args, a) for a in ([], AUGMENT))
         variants = {
             "torchvision, no augmentation": lambda: train_plainly(
@@ -99,7 +101,7 @@ def usual_loader(folder, args: argparse.Namespace, augment: list, **options):
 
 def read(folder, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     data = CIFAR10(folder)
-    images = torch.from_numpy(data.data).permute(0, 3, 1, 2)
+    images = torch.from_numpy(data.data)
     return images[:samples], torch.tensor(data.targets)[:samples]
 
 

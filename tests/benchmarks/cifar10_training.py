@@ -11,6 +11,7 @@ from side_by_side import (
     build_optimizer,
     compare,
     load_example,
+    pad,
     shipped,
     take_turns,
     train_as_usual,
@@ -33,7 +34,7 @@ def main() -> None:
 
     with cifar10_folder(args) as folder:
         images, labels = (part.to(device) for part in read(folder, args.samples))
-        data = example.Split(example.view_crops(images), labels)
+        data = pad(example, images, labels)
         one_batch = slice(args.batch_size)
         batch = example.normalize(images[one_batch]), labels[one_batch]
         loader = usual_loader(

@@ -50,7 +50,8 @@ def main() -> None:
         )
         example.set_ranks()
         device = example.setup_distributed(settings.timeout)
-        watch = example.Watch(scratch, device, settings, 0)
+        of_no_run = Mock(scheduler=Mock(last_epoch=0))
+        watch = example.Watch(scratch, device, settings, of_no_run)
         classes, steps = len(staged.images.classes), len(staged) // args.batch_size
 
         def make_model():
@@ -60,23 +61,19 @@ def main() -> None:
 
         def shipped():
             model, optimizer, scheduler = make_model()
-            run = example.Run(model, optimizer, scheduler, {}, args.batch_size)
+            dtype = example.find_dtype(device)
+            scaler = torch.amp.GradScaler(enabled=dtype == torch.float16)
+            parts = (model, optimizer, scheduler, scaler, dtype)
+            # An epoch ends with a checkpoint. A turn is much shorter than this epoch.
+            recipe = {"samples": 10**9, "batch_size": args.batch_size}
+            run = example.Run(*parts, recipe, args.batch_size)
             ddp_model = distribute(model)
-            # An epoch ends with a checkpoint. A turn is much shorter than an epoch, so
-            # this one does not.
             no_checkpoints = Mock(saved_at=time.monotonic())
+            coordinator = example.Coordinator(run, no_checkpoints, watch, settings)
 
             def turn() -> None:
                 batches = example.training_batches(loader, run, device)
-                example.train(
-                    ddp_model,
-                    run,
-                    watch.batches(batches),
-                    example.progress(1, steps, args.batch_size),
-                    no_checkpoints,
-                    watch,
-                    settings,
-                )
+                example.train(ddp_model, coordinator, watch.batches(batches))
                 run.start_epoch(run.epoch + 1)
 
             return turn

@@ -4,16 +4,17 @@
 #     tests/benchmarks/on_gpu.sh OUT CIFAR10_DIR [IMAGENET_DIR] [STEP...]
 #
 # CIFAR10_DIR has cifar-10-python.tar.gz or cifar-10-batches-py, IMAGENET_DIR the three archives (or is `-`); of the
-# whole ImageNet, OUT takes 450 GB. Steps: machine nccl accuracy reference rate step saving synthetic photographs.
-# Without any, all of them; `reference` takes longest. A step that fails is named at the end, and the next ones run.
+# whole ImageNet, OUT takes 450 GB. Steps, all of them if none is named (`reference` takes longest):
+# machine nccl sync accuracy reference rate step float16 requeue synthetic photographs
+# A step that fails is named at the end, and the next ones run.
 # PYTHON=python3 before it takes that Python, where there is no uv. PYTHONPATH=tests/any_checksum lets main.py take
 # images that are not byte for byte CIFAR-10's.
 set -euo pipefail
-[ $# -ge 2 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2 && exit 2; }
+[ $# -ge 2 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0" >&2 && exit 2; }
 mkdir -p "$1"
 out=$(realpath "$1") cifar10=$(realpath "$2") imagenet=${3:--}
 shift $(($# > 3 ? 3 : $#))
-steps=${*:-machine nccl accuracy reference rate step saving synthetic photographs}
+steps=${*:-machine nccl sync accuracy reference rate step float16 requeue synthetic photographs}
 [ "$imagenet" = - ] || imagenet=$(realpath "$imagenet")
 PYTHONPATH=${PYTHONPATH:+$(realpath "$PYTHONPATH")}
 export PYTHONPATH
@@ -24,6 +25,8 @@ export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0} # as job.sh
 if [ -n "${PYTHON:-}" ]; then python=("$PYTHON"); else uv sync --locked && python=(.venv/bin/python); fi
 gpus=$("${python[@]}" -c "import torch; print(torch.cuda.device_count())")
 [ "$gpus" != 0 ] || { echo "on_gpu.sh: error: PyTorch sees no GPU: nvidia-smi may say why" >&2 && exit 1; }
+# By itself, imagenet's --synthetic is small. This is a real training's model, images and steps.
+large=(--synthetic --model resnet50 --image-size 224 --batch-size 256 --workers 8)
 torchrun=("${python[@]}" -m torch.distributed.run --standalone --nproc-per-node="$gpus")
 
 run() {
@@ -54,7 +57,7 @@ nccl() {
             --checkpoint-dir "$out/nccl-all"
         # PyTorch 2.15's new way to NCCL, and the old one: traces show what each hides of all-reduce.
         for engine in 1 0; do
-            TORCH_DIST_USE_NCCL2=$engine run "nccl-hidden-$engine" "${torchrun[@]}" imagenet/main.py --synthetic \
+            TORCH_DIST_USE_NCCL2=$engine run "nccl-hidden-$engine" "${torchrun[@]}" imagenet/main.py "${large[@]}" \
                 --limit-train-samples $((12800 * gpus)) --epochs 1 --profile --checkpoint-dir "$out/nccl-hidden-$engine"
         done
     fi
@@ -62,6 +65,23 @@ nccl() {
     if cat "$out"/nccl*.log | grep -v "socket\.cpp" | grep -E "NCCL WARN|Warning:|^warning:|\[W[0-9]{3,4} "; then
         echo "on_gpu.sh: error: NCCL or PyTorch warns, see above" >&2 && exit 1
     fi
+}
+sync() { # from the second step on, nothing in a step waits for the GPU: PyTorch raises where something does
+    local half
+    for half in True False; do # bfloat16, and float16 as on a V100
+        run "sync-$half" "${python[@]}" -c "import sys, torch; sys.path.insert(0, 'single_gpu'); import main
+torch.cuda.is_bf16_supported = lambda **_: $half
+train = main.train
+def checked_train(*args):
+    def batches():
+        for step, batch in enumerate(args[-1]):
+            torch.cuda.set_sync_debug_mode('error' if step else 'default')
+            yield batch
+        torch.cuda.set_sync_debug_mode('default')
+    return train(*args[:-1], batches())
+main.train = checked_train
+main.main()" --synthetic
+    done
 }
 accuracy() {
     run accuracy "${python[@]}" single_gpu/main.py --data-dir "$cifar10"
@@ -78,12 +98,37 @@ rate() {
 step() {
     run step "${python[@]}" tests/benchmarks/training_step.py --ranks "$gpus" --steps 100 --batch-size 256
 }
-saving() {
-    run saving "${python[@]}" tests/benchmarks/saving.py --scratch "$out"
+float16() { # as on a V100, beside what this GPU takes by itself
+    run float16 "${python[@]}" -c "import sys, torch; sys.path.insert(0, 'single_gpu'); import main
+torch.cuda.is_bf16_supported = lambda **_: False; main.main()" --data-dir "$cifar10" --epochs 5
+    run float16-not "${python[@]}" single_gpu/main.py --data-dir "$cifar10" --epochs 5
+}
+requeue() { # the same weights, whether it is stopped or not; and what that costs in images/s
+    local kind start weights
+    rm -rf "$out"/requeue-*
+    cp -r imagenet "$out/requeue-as-it-is"
+    cp -r imagenet "$out/requeue-not-deterministic"
+    sed -i "s/cudnn.deterministic = True/cudnn.deterministic = False/" "$out/requeue-not-deterministic/main.py"
+    ! cmp -s "$out"/requeue-*/main.py || { echo "on_gpu.sh: error: main.py has changed" >&2 && exit 1; }
+    for kind in as-it-is not-deterministic; do
+        for start in whole stopped; do
+            local command=("${python[@]}" "$out/requeue-$kind/main.py" "${large[@]}" --epochs 2
+                --limit-train-samples 51200 --checkpoint-dir "$out/requeue-$kind/$start")
+            # It ends with 75, which `run` passes on; the next start goes on.
+            [ $start = whole ] || run "requeue-$kind-signalled" timeout --signal=USR1 40 "${command[@]}" || true
+            [ $start = whole ] || grep -q "^Asked to stop" "$out/requeue-$kind-signalled.log" ||
+                { echo "on_gpu.sh: error: it was over before it was stopped" >&2 && exit 1; }
+            run "requeue-$kind-$start.end" "${command[@]}"
+        done
+        weights=$(cat "$out/requeue-$kind"-*.end.log | grep -o "SHA-256 [0-9a-f]*" | sort -u | wc -l)
+        echo "== requeue: $kind: $weights different weights" | tee -a "$out/requeue.log"
+        [ "$weights" = 1 ] || [ $kind = not-deterministic ] ||
+            { echo "on_gpu.sh: error: other weights after a stop" >&2 && exit 1; }
+    done
 }
 synthetic() { # as people run it; photographs() has it beside the bare step
     rm -rf "$out/synthetic"
-    run synthetic "${python[@]}" imagenet/main.py --synthetic --limit-train-samples 128000 --epochs 2 \
+    run synthetic "${python[@]}" imagenet/main.py "${large[@]}" --limit-train-samples 128000 --epochs 2 \
         --checkpoint-dir "$out/synthetic"
 }
 photographs() {

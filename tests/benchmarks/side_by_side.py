@@ -74,15 +74,21 @@ def distribute(model: nn.Module) -> nn.Module:
     return ddp_model
 
 
+def pad(example, images: torch.Tensor, labels: torch.Tensor):
+    """Return a training set of images of 32 x 32 pixels as `load_data` makes it."""
+    return example.Split(F.pad(images, (0, 0, 4, 4, 4, 4)), labels)
+
+
 def shipped(example, model: nn.Module, data, batch_size: int):
     """Return a function that trains for an epoch of CIFAR-10 as main() does."""
     steps = len(data) // batch_size
     optimizer, scheduler = build_optimizer(example, model, batch_size, steps)
+    dtype = example.find_dtype(data.labels.device)
+    scaler = torch.amp.GradScaler(enabled=dtype == torch.float16)
 
     def turn() -> None:
         batches = example.training_batches(data, batch_size, 0, 1)
-        bar = example.progress(1, steps)
-        example.train(model, optimizer, scheduler, batches, bar)
+        example.train(model, optimizer, scheduler, scaler, batches)
 
     return turn
 
@@ -97,7 +103,7 @@ def train_plainly(model, optimizer, batches, bfloat16=True, read=None) -> None:
         device = labels.device.type
         with torch.autocast(device, torch.bfloat16, bfloat16 and device == "cuda"):
             logits = model(images)
-            loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
+            loss = F.cross_entropy(logits, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -115,6 +121,13 @@ def train_as_usual(model, optimizer, loader) -> None:
 
     batches = ([part.to(device) for part in pair] for pair in loader)
     train_plainly(model, optimizer, batches, bfloat16=False, read=read)
+
+
+def add_up(metrics, logits, labels, loss) -> None:
+    """Add a batch to the metrics, as `train` does."""
+    metrics[0] += loss.detach() * len(labels)
+    metrics[1] += (logits.argmax(dim=1) == labels).sum()
+    metrics[2] += len(labels)
 
 
 def take_turns(

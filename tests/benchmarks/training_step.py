@@ -14,11 +14,13 @@ import tempfile
 import torch
 import torch.distributed as dist
 from side_by_side import (
+    add_up,
     argument_parser,
     build_optimizer,
     compare,
     distribute,
     load_example,
+    pad,
     shipped,
     take_turns,
     train_plainly,
@@ -31,7 +33,7 @@ def main() -> None:
     parser = argument_parser(__doc__, rounds=3, ranks=2, steps=10, batch_size=32)
     args = parser.parse_args()
     # Start the ranks: this script, as torchrun would start it.
-    if "RANK" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         torchrun = f"-m torch.distributed.run --nproc-per-node={args.ranks}".split()
         command = [sys.executable, *torchrun, "--standalone", *sys.argv]
         with tempfile.TemporaryDirectory() as folder:  # torchrun leaves one there
@@ -44,9 +46,9 @@ def main() -> None:
     torch.manual_seed(0)
     global_batch_size = args.ranks * args.batch_size
     samples = global_batch_size * args.steps
-    images = torch.randint(256, (samples, 3, 32, 32), dtype=torch.uint8, device=device)
+    images = torch.randint(256, (samples, 32, 32, 3), dtype=torch.uint8, device=device)
     labels = torch.randint(10, (samples,), device=device)
-    data = example.Split(example.view_crops(images), labels)
+    data = pad(example, images, labels)
     labels = labels[: args.batch_size]
     batches = [(example.normalize(images[: args.batch_size]), labels)] * args.steps
 
@@ -79,7 +81,7 @@ def main() -> None:
 
     def shipped_metrics() -> None:
         for _ in range(steps):
-            example.measure(metrics, logits, labels)
+            add_up(metrics, logits, labels, loss)
 
     variants = {
         "three all-reduces and .item()": usual_metrics,

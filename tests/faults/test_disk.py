@@ -153,11 +153,10 @@ def test_slurm_tmpdir(user, what):
 
 
 EXAMPLES = ("imagenet", "multi_node", "multi_gpu", "single_gpu")
+*OTHERS, LINK = itertools.product(("folder", "link"), EXAMPLES)
 
 
-@pytest.mark.parametrize(
-    "made, folder", every_case(*itertools.product(("folder", "link"), EXAMPLES))
-)
+@pytest.mark.parametrize("made, folder", [LINK, *every_case(*OTHERS)])
 def test_folder_of_someone_else(user, tmp_path, made, folder):
     """Another user has made what job.sh would make.
 
@@ -181,11 +180,34 @@ def test_folder_of_someone_else(user, tmp_path, made, folder):
     result = user.wait(job)
     assert result.state == "FAILED", result
     if folder == "imagenet":
-        there = "is another user's: sbatch again"
-        assert errors(result) == [f"job.sh: error: {path} on node1 {there}"], result
+        there = f"cannot use {path} on node1: is it another user's?"
+        assert errors(result) == [f"job.sh: error: {there}"], result
     else:
         said = f"mkdir: cannot create directory '{path}': File exists"
         output = result.output.replace("\u2018", "'").replace("\u2019", "'")
         assert said in output, result
     assert "World size" not in result.output, result
     assert not list(own.iterdir())
+
+
+def test_number_of_an_older_job(user, tmp_path):
+    """Slurm's numbers begin again: a new job leaves alone what an older one saved."""
+    folder = tmp_path / "checkpoints"
+    _, (newest, *_) = stopped(user, folder)
+    job = user.train(flags=[*TWO, "--hold"])
+    older = shutil.copytree(folder, user.checkpoints(job))
+    before = {path.name: path.read_bytes() for path in older.glob("*.pt")}
+    assert user.run(["scontrol", "release", job]).exit_code == 0
+    result = user.wait(job)
+    assert_failed(result)
+    assert errors(result) == [
+        f"main.py: error: an older job of this number has saved in {older}: name "
+        "another --checkpoint-dir, or this one with its whole path, to go on from it"
+    ], result
+    assert {path.name: path.read_bytes() for path in older.glob("*.pt")} == before
+    # What is named is meant.
+    result = user.wait(
+        user.train(*EPOCHS, "--save-steps=3", f"--checkpoint-dir={older}")
+    )
+    assert result.state == "COMPLETED", result
+    assert f"\nResuming from {older / newest.name}\n" in result.output, result

@@ -1,4 +1,4 @@
-"""Jobs that share a node or start in odd places."""
+"""Jobs that share a node, or start in odd places or from odd shells."""
 
 import shutil
 import socket
@@ -66,10 +66,10 @@ def test_quotes_and_spaces(user, tmp_path, undisturbed):
         SLURM_TMPDIR=str(disk),
     )
     result = user.wait(job)
-    for node in ("node1", "node2"):
-        assert user.on(node, "test", "-d", disk / "data").exit_code == 0
-        user.on(node, "rm", "-r", disk)
     assert weights(result) == undisturbed
+    assert f"images in {disk}/slurm-job-{job}/data after" in result.output, result
+    for node in ("node1", "node2"):
+        assert user.on(node, "rmdir", disk).exit_code == 0
     assert (folder / "best.pt").exists()
 
 
@@ -96,3 +96,47 @@ def test_many_short_jobs(user, count, at_once):
     results = [user.wait(f"{array}_{task}", timeout=3000) for task in tasks]
     # Each has a seed of its own.
     assert len({weights(result) for result in results}) == count
+
+
+# What srun, OpenMP and Python would take from the environment, with values that would
+# end a job, change it, or hide what it says.
+HOSTILE = """
+SLURM_GPUS=8 SLURM_GPUS_PER_NODE=4 SLURM_GPUS_PER_SOCKET=4 SLURM_GPUS_PER_TASK=4
+SLURM_GPU_BIND=map_gpu:3 SLURM_GPU_FREQ=high SLURM_GRES=gpu:4 SLURM_STEP_GRES=gpu:4
+SLURM_MEM_PER_CPU=999999 SLURM_MEM_PER_GPU=999999 SLURM_MEM_BIND=map_mem:1
+SLURM_TRES_BIND=gres/gpu:map:3 SLURM_TRES_PER_TASK=gres/gpu:4 SLURM_GRES_FLAGS=x
+SLURM_CPUS_PER_GPU=60 SLURM_NTASKS_PER_GPU=1 SLURM_CPU_BIND=map_cpu:77
+SLURM_CONSTRAINT=a100 SLURM_HOSTFILE=/nowhere SLURM_HET_SIZE=2 SLURM_RESV_PORTS=5
+SLURM_EXACT=1 SLURM_EXCLUSIVE=x SLURM_IMMEDIATE=1 SLURM_WAIT=1 SLURM_SIGNAL=KILL@60
+SLURM_TIMELIMIT=0:01 SLURM_NO_KILL=x SLURM_EXIT_ERROR=3 SLURM_EXIT_IMMEDIATE=3
+SLURM_STDINMODE=none SLURM_STDOUTMODE=none SLURM_STDERRMODE=none SLURM_OPEN_MODE=x
+SLURM_LABELIO=1 SLURM_WORKING_DIR=/nowhere SLURM_REMOTE_CWD=/nowhere
+SLURM_PROLOG=/bin/false SLURM_EPILOG=/bin/false SLURM_TASK_PROLOG=/bin/false
+SLURM_TASK_EPILOG=/bin/false SLURM_BCAST=/nowhere/x SRUN_CPUS_PER_TASK=60
+SRUN_OUTPUT=none SRUN_ERROR=none SRUN_INPUT=none SRUN_CONTAINER=/nowhere
+SRUN_EXPORT_ENV=NONE SLURM_ARRAY_TASK_ID=3 SLURM_ARRAY_JOB_ID=1
+OMP_NUM_THREADS=7 OMP_PROC_BIND=true OMP_PLACES={0} OMP_THREAD_LIMIT=1
+GOMP_CPU_AFFINITY=0 KMP_AFFINITY=granularity=fine,compact
+PYTHONPATH=/nowhere PYTHONHOME=/nowhere PYTHONSAFEPATH=1 PYTHONWARNINGS=error
+PYTHONOPTIMIZE=2 PYTHONIOENCODING=ascii RANK=1 WORLD_SIZE=1 LOCAL_RANK=1
+MASTER_ADDR=nowhere MASTER_PORT=1 SLURM_TIME_FORMAT=relative
+SLURM_UMASK=0777 SLURM_CLUSTERS=other SLURM_NTASKS_PER_TRES=2
+TORCHELASTIC_RUN_ID=x TORCHELASTIC_USE_AGENT_STORE=True VIRTUAL_ENV=/nowhere
+"""
+
+
+def test_hostile_shell(user, undisturbed, monkeypatch):
+    """The job trains, and ends with the same weights.
+
+    The shell has limits, too, as on a login node: of memory and of seconds.
+    """
+    hostile = dict(word.split("=", 1) for word in HOSTILE.split())
+    # sbatch itself would read these two.
+    not_for_sbatch = ("SLURM_CLUSTERS", "SLURM_HOSTFILE")
+    export = ",".join(f"{name}={hostile.pop(name)}" for name in not_for_sbatch)
+    flags = [*TWO, f"--export=ALL,{export}"]
+    limits = ["bash", "-c", 'ulimit -Sv 1000000 -St 3; exec "$@"', "bash"]
+    monkeypatch.setattr(user, "shell", limits)
+    result = user.wait(user.train(*EPOCHS, flags=flags, **hostile))
+    assert weights(result) == undisturbed
+    assert not result.find("^srun: error|VIRTUAL_ENV"), result

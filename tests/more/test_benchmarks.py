@@ -40,3 +40,17 @@ def test_benchmark(name):
     found = re.findall(r"^│ .*\d\.\d\d │$", result.stdout, re.MULTILINE)
     assert len(found) == rows, output
     assert " cores, load " in result.stdout, output
+
+
+def test_on_gpu_names_files_that_exist():
+    """No GPU runs it here."""
+    script = (BENCHMARKS / "on_gpu.sh").read_text()
+    # Of the repository: no file that it makes, under a variable's value.
+    named = set(re.findall(r"(?<![\w/$-])[\w/]+/\w+\.py", script))
+    assert {"single_gpu/main.py", "tests/benchmarks/training_step.py"} <= named
+    missing = [name for name in named if not (BENCHMARKS.parents[1] / name).exists()]
+    assert not missing
+    shown, default = re.findall(r"machine nccl [a-z0-9 ]+", script)
+    assert shown == default
+    for step in default.split():
+        assert f"\n{step}() {{" in script, step

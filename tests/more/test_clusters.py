@@ -7,7 +7,7 @@ import time
 import cluster as slurm
 import pytest
 from first_aid import user_of
-from slurm_jobs import REPOSITORY, call
+from slurm_jobs import REPOSITORY, TINY, TWO
 
 PAGE = (REPOSITORY / "docs" / "clusters.rst").read_text()
 # By the first word of a cluster's paragraph: a node, as its documentation has them.
@@ -98,15 +98,100 @@ def test_lines_fit_the_cluster(shaped, name):
     assert ("--cpus-per-task=" in lines) != ("export SLURM_CPUS_PER_TASK=" in text)
 
 
+PYTHON = "python=(uv run --no-sync python -E -X faulthandler)\n"
+# A stand-in for Apptainer: it says what is to run, and runs it without a container.
+APPTAINER = """\
+#!/bin/bash
+echo "apptainer $*"
+shift 3
+exec "$@"
+"""
+
+
+def small(folder: str) -> list[str]:
+    """Return arguments for a training of seconds."""
+    if folder == "imagenet":
+        limits = ["--limit-train-samples=20", "--limit-valid-samples=4"]
+        return [*TINY, "--synthetic", "--epochs=1", *limits]
+    return ["--epochs=1", "--batch-size=4"]
+
+
+@pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize(
-    "path", sorted(REPOSITORY.glob("*/job*.sh")), ids=lambda path: path.parent.name
+    "python, found",
+    [
+        ("(python)", None),
+        (
+            "(apptainer exec --nv image.sif python)",
+            "apptainer exec --nv image.sif python ",
+        ),
+    ],
 )
-def test_the_command_takes_uv_out_of_a_job_script(path):
-    (command,) = re.findall(r"^    sed -i ('s.*') job\.sh$", PAGE, re.MULTILINE)
-    edited = call(["sed", command[1:-1], path]).output
-    in_code = re.compile(r"^[^#\n]*\buv\b", re.MULTILINE)
-    assert in_code.search(path.read_text()) and not in_code.search(edited)
-    syntax = call(["bash", "-nc", edited])
-    assert syntax.exit_code == 0, syntax
-    # The place that the page names.
-    assert edited.index("# EDIT") < edited.index("set -euo pipefail")
+def test_python_without_uv(jobs, tmp_path, python, found):
+    """One line of each job script takes another Python than uv's, and needs no uv."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "apptainer").write_text(APPTAINER)
+    (programs / "uv").write_text("#!/bin/bash\necho uv >&2\nexit 9\n")
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    path = f"{programs}:{jobs.clone}/.venv/bin:{jobs.env['PATH']}"
+    submitted = []
+    for script in sorted(jobs.clone.glob("*/job*.sh")):
+        text = script.read_text()
+        assert text.count(PYTHON) == 1 and PAGE.count(f"python={python}") == 1
+        edited = tmp_path / f"{script.parent.name}_{script.name}"
+        edited.write_text(text.replace(PYTHON, f"python={python}\n"))
+        command = [*TWO, "--nodes=1", edited, *small(script.parent.name)]
+        submitted.append(jobs.submit(script.parent.name, *command, PATH=path))
+    assert len(submitted) == 5
+    for job in submitted:
+        result = jobs.wait(job)
+        assert result.state == "COMPLETED" and "Epoch 1: " in result.output, result
+        assert (
+            found is None
+            or f"{found}main.py" in result.output
+            or (f"{found}-m torch.distributed.run " in result.output)
+        ), result
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("folder", ["multi_node", "imagenet"])
+def test_home_is_read_only_on_the_nodes(jobs, tmp_path, folder):
+    """So is uv's cache there, or the file system refuses its locks.
+
+    And the environment may name a mirror of the packages that is not there any more.
+    """
+    home = tmp_path / "home"
+    home.mkdir()
+    for node in ("node1", "node2"):
+        mount = ["mount", "-t", "tmpfs", "-o", "ro", "x", home]
+        assert jobs.on(node, *mount).exit_code == 0
+    env = {"HOME": str(home), "UV_CACHE_DIR": "/proc/no/cache"}
+    env["UV_DEFAULT_INDEX"] = "http://mirror.invalid/simple/"
+    flags = [*TWO, "--nodes=2", "--nodelist=node[1-2]", "job.sh"]
+    try:
+        result = jobs.sbatch(folder, *flags, *small(folder), **env)
+    finally:
+        for node in ("node1", "node2"):
+            assert jobs.on(node, "umount", home).exit_code == 0
+    assert result.state == "COMPLETED" and "Epoch 1: " in result.output, result
+    assert "error" not in result.output, result
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_no_environment(jobs, tmp_path):
+    """One line says what to do, and no rank makes an empty environment."""
+    missing = tmp_path / "environment"
+    env = {"UV_PROJECT_ENVIRONMENT": str(missing)}
+    submitted = [
+        jobs.submit(path.parent.name, *TWO, "--nodes=1", path.name, **env)
+        for path in jobs.clone.glob("*/job*.sh")
+    ]
+    assert len(submitted) == 5
+    for job in submitted:
+        result = jobs.wait(job)
+        error = "^job.sh: error: on login nodes: uv sync --locked$"
+        assert result.state == "FAILED" and len(result.find(error)) == 1, result
+        assert "Traceback" not in result.output, result
+    assert not missing.exists()

@@ -27,7 +27,7 @@ def preflight(jobs, flags, *arguments, env=GOOD, task=ON_CPU):
     """Run it in an allocation. Two minutes would be a hang."""
     command = ["salloc", "--quiet", *flags, "srun", *task, *arguments]
     # Without what the tests import into every Python, PyTorch and all.
-    env = env | {"PYTHONPATH": ""}
+    env = env | {"ANY_CHECKSUM": ""}
     return jobs.run(command, "multi_node", timeout=120, **env)
 
 
@@ -47,7 +47,7 @@ def rows(result, header: str) -> list[list[str]]:
 def test_a_good_allocation(jobs, tmp_path, launcher):
     """In place of main.py. job_torchrun.sh binds no task to CPUs."""
     script = (REPOSITORY / "multi_node" / launcher).read_text()
-    script = script.replace(" main.py ", " preflight.py --cpu ")
+    script = script.replace('main.py "$@"', 'preflight.py --cpu "$@"')
     (tmp_path / "job.sh").write_text(script)
     flags = [*TWO, "--gpus-per-node=1", tmp_path / "job.sh"]
     result = jobs.sbatch("multi_node", *flags, CIFAR10_ARCHIVE="", **CORES)
@@ -147,7 +147,7 @@ def test_rank_does_not_come(jobs, missing):
         exec {" ".join(ON_CPU)} --timeout 5"""
     result = preflight(jobs, TWO, task=["bash", "-c", script])
     (job,) = result.find(r"^job (\d+)$")
-    where = f"MASTER_ADDR=node1, MASTER_PORT={10000 + int(job)}, "
+    where = f"MASTER_ADDR=node1, MASTER_PORT={10000 + int(job)}: "
     expected = [
         f"problem (rank 1): node2 cannot join the others at {where}",
         "problem (rank 1): it did not come to MASTER_ADDR=node1, or was lost",

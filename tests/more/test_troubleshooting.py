@@ -69,3 +69,27 @@ def test_every_command_is_in_a_session():
         for session in SESSIONS
         for command, _ in session.commands
     ]
+
+
+def test_other_messages(jobs, nothing_left):
+    """The last section's, as far as they need no odd disk and no GPU."""
+    page = first_aid.PAGE.read_text().split("Other messages\n===")[1]
+    job = jobs.submit("", "--no-requeue", "--time=1:00", "--wrap=hostname; sleep 60")
+    jobs.until(job, "node")
+    limit = jobs.run(["squeue", "--noheader", f"--jobs={job}", "--format=%l"])
+    assert limit.output == "1:00\n"
+    python = ["uv", "run", "--no-sync", "python", "main.py", "--nodes=3"]
+    shown = [
+        jobs.run(["scontrol", "requeue", job]).output,
+        jobs.run(python, "single_gpu").output,
+    ]
+    jobs.cancel(job)
+    for output, words in zip(
+        shown,
+        (
+            "Requested operation is presently disabled",
+            "unrecognized arguments: --nodes=3",
+        ),
+        strict=True,
+    ):
+        assert words in output and f"``{words}``" in page, output

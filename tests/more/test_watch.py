@@ -72,7 +72,10 @@ def start_watch(folder: Path, timeout=600, steps_done=0, compile=False) -> watch
     args = argparse.Namespace(
         timeout=timeout, compile=compile, profile=False, wandb=None
     )
-    return watch.Watch(folder, CPU, args, steps_done)
+    run = argparse.Namespace(
+        id="1a2b", scheduler=argparse.Namespace(last_epoch=steps_done)
+    )
+    return watch.Watch(folder, CPU, args, run)
 
 
 # Hangs
@@ -102,7 +105,7 @@ def train_and_hang(fault: str, culprit: int, folder: Path) -> None:
         if step == 3 and mine and fault == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         if step == 3 and fault == "saving":
-            with watching.paused():
+            with watching.hangs.paused():
                 if mine:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 dist.barrier()
@@ -172,7 +175,7 @@ def work_slowly(folder: Path) -> None:
 
     watching = start_watch(folder, timeout, compile=True)
     RecordWriter.write = lambda *_: time.sleep(1.5 * timeout)  # a slow disk
-    watching.log(0, {"loss": 1.0})
+    watching.tracker.log(0, {"loss": 1.0})
 
     # The first step compiles. The others are slow, together more than the timeout.
     for step in watching.batches(range(4)):
@@ -183,7 +186,7 @@ def work_slowly(folder: Path) -> None:
             time.sleep(1.5 * timeout)
         if step == 1:
             dist.barrier()
-    with watching.paused():  # a checkpoint on a slow disk
+    with watching.hangs.paused():  # a checkpoint on a slow disk
         take(1.5, rank=0)
     # One rank has more to evaluate than the other, and closes later.
     for _ in watching.batches(range(1 + 3 * dist.get_rank())):
@@ -216,6 +219,19 @@ def test_no_gloo_group(tmp_path):
     assert hanging == {0: WORKING, 1: LOADING}, text
 
 
+def test_a_rank_stops_at_the_start(tmp_path):
+    """Before the first batch, too: the other one says so, shows its stacks and ends."""
+    arguments = [*WANDB.split()[1:], "--model=resnet50", "--timeout=3"]
+    with Training(tmp_path, 2, *arguments) as training:
+        training.wait_for(lambda: "\nWorld size 2" in training.text())
+        os.kill(training.processes[1].pid, signal.SIGSTOP)
+        training.processes[0].join(60)
+        assert training.processes[0].exitcode == 1, training.text()
+    (line,) = re.findall("^error: .*", training.text(), re.MULTILINE)
+    said = f"error: rank 0 on {HOST} has not begun to train after 18 s: "
+    assert line.startswith(said) and " in main\n" in training.text(), training.text()
+
+
 # Metrics
 
 
@@ -225,7 +241,7 @@ def track(folder: Path, steps: int) -> None:
     first = int(done.read_text()) if done.exists() else 0
     watching = start_watch(folder, steps_done=first)
     for step in range(first + 1, steps + 1):
-        watching.log(step, {"train/loss": 1 / step})
+        watching.tracker.log(step, {"train/loss": 1 / step})
         if step % 7 == 0 and dist.get_rank() == 0:
             # It takes longer, and TensorBoard's thread writes meanwhile.
             time.sleep(0.05)
@@ -265,7 +281,7 @@ def train_without_space(folder: Path) -> None:
     # As if the disk were full.
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     for step in range(1000):
-        watching.log(step, {"loss": 1.0})
+        watching.tracker.log(step, {"loss": 1.0})
         time.sleep(0.002)  # what TensorBoard's thread met, the next step is told
     watching.close()
     print("trained")
@@ -351,7 +367,9 @@ def test_wandb(tmp_path):
     folder = second.checkpoints
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     (name, losses), (again, more) = map(read_wandb, files)
-    assert name == again == "project/none"
+    # Not by the name of its folder: another run may have one of that name.
+    run = torch.load(second.newest(), weights_only=True)["id"]
+    assert name == again == f"project/{run}" and len(run) == 32
     assert list(losses) == list(range(1, requeued_at + 1))
     assert set(range(requeued_at + 1, promised)) <= set(more)
     right = read_tensorboard(folder)

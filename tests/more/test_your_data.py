@@ -1,17 +1,20 @@
-"""docs/your_data: which rank gets which sample, and the three kinds of files."""
+"""docs/your_data: which rank gets which sample, and the kinds of files."""
 
+import os
 import re
+import shutil
 import subprocess
-import tarfile
+import sys
 from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from drawn_imagenet import tar_bytes
 from PIL import Image
-from slurm_jobs import REPOSITORY, TWO
+from slurm_jobs import REPOSITORY, TWO, call
 from test_checkpoint import load_module
 from torch.utils.data import Dataset
 
@@ -72,25 +75,26 @@ def test_shares():
 
 
 # Images of the classes a, b and c. The validation set has none of class a.
-COUNTS = {"train": (7, 7, 6), "validation": (0, 3, 2), "test": (3, 2, 2)}
-TO_PARQUET = """
-import pathlib, sys
-import pyarrow as pa
-from pyarrow import parquet
+COUNTS = {"train": (7, 7, 6), "val": (0, 3, 2), "test": (3, 2, 2)}
+# Parquet files as on the Hugging Face hub, with its names of splits. And texts: a token
+# tells the class.
+TO_HUGGING_FACE = """
+import pathlib, random, sys
+from datasets import ClassLabel, Dataset, Features, Image
 
-source, target = map(pathlib.Path, sys.argv[1:])
-for split in source.iterdir():
+folders, hub, texts = map(pathlib.Path, sys.argv[1:])
+columns = Features({"image": Image(), "label": ClassLabel(names=list("abc"))})
+for split in folders.iterdir():
     paths = sorted(split.glob("*/*.png"))
-    rows = [
-        {
-            "image": {"bytes": path.read_bytes(), "path": path.name},
-            "label": "abc".index(path.parent.name),
-        }
-        for path in paths
-    ]
-    for part in range(2):
-        table = pa.Table.from_pylist(rows[part * 4 :] if part else rows[:4])
-        parquet.write_table(table, target / f"{split.name}-{part:05}-of-00002.parquet")
+    labels = ["abc".index(path.parent.name) for path in paths]
+    images = [{"bytes": path.read_bytes(), "path": path.name} for path in paths]
+    rows = Dataset.from_dict({"image": images, "label": labels}, features=columns)
+    name = {"val": "validation"}.get(split.name, split.name)
+    rows.select(range(4)).to_parquet(hub / f"{name}-00000-of-00002.parquet")
+    rows.select(range(4, len(rows))).to_parquet(hub / f"{name}-00001-of-00002.parquet")
+    tokens = [[100 + label] * 5 + [random.randrange(1, 99), 0, 0] for label in labels]
+    rows = Dataset.from_dict({"input_ids": tokens, "label": labels})
+    rows.save_to_disk(texts / split.name)
 """
 
 
@@ -121,19 +125,17 @@ def write_shards(folders: Path, target: Path) -> None:
             (target / split / f"{number}.tar").write_bytes(tar_bytes(files))
 
 
-def write_arrow(jobs, folders: Path, target: Path) -> None:
-    """Write parquet files with the columns of the Hugging Face hub; convert them."""
-    parquet = target.parent / "parquet files"
-    for folder in (target, parquet):
-        folder.mkdir()
-    python = ["uv", "run", "--locked", "--group", "parquet", "python"]
-    result = jobs.run([*python, "-c", TO_PARQUET, folders, parquet], FOLDER)
-    assert result.exit_code == 0, result
-    for split in COUNTS:
-        parts = sorted(parquet.glob(f"{split}-*.parquet"))
-        assert len(parts) == 2
-        command = [*python, "to_arrow.py", *parts, target / f"{split}.arrow"]
-        result = jobs.run(command, FOLDER)
+def write_hugging_face(jobs, folders: Path, images: Path, texts: Path) -> None:
+    """Save images as the page has people do, from files that need no download."""
+    hub = images.parent / "parquet files"
+    hub.mkdir()
+    python = ["uv", "run", "--locked", "--group", "huggingface", "python"]
+    env = {"HF_HOME": str(images.parent / "hf"), "HF_HUB_OFFLINE": "1"}
+    for command in (
+        ["-c", TO_HUGGING_FACE, folders, hub, texts],
+        ["to_disk.py", hub, images],
+    ):
+        result = jobs.run([*python, *command], FOLDER, **env)
         assert result.exit_code == 0, result
 
 
@@ -149,8 +151,22 @@ def test_images(tmp_path):
     assert crops(0) == crops(0)
     # Epoch 0 does not depend on the seed.
     assert len({*crops(0), *crops(1)}) == 5
-    validation = data.Images(tmp_path, "validation", seed=0)
+    validation = data.Images(tmp_path, "val", seed=0)
     assert [validation[0, i][1] for i in range(5)] == [1, 1, 1, 2, 2]
+
+
+def test_broken_image(tmp_path):
+    """It is named: its file, or its place in a shard."""
+    draw_folders(tmp_path)
+    broken = tmp_path / "train" / "a" / "0.png"
+    broken.write_bytes(b"text")
+    write_shards(tmp_path, tmp_path / "shards")
+    names = {"data.py": str(broken), "data_tar.py": "byte 512 of .*/shards/train/0.tar"}
+    for name, place in names.items():
+        folder = tmp_path / "shards" if name == "data_tar.py" else tmp_path
+        images = load(name).Images(folder, "train", seed=0)
+        with pytest.raises(RuntimeError, match=f"^cannot decode .*{place}: "):
+            images[1, 0]
 
 
 def test_cut_shard(tmp_path):
@@ -165,18 +181,92 @@ def test_cut_shard(tmp_path):
     # In an image, and between two files, which tarfile alone takes for the end.
     for end in (last + 1, last - 512):
         path.write_bytes(content[:end])
-        with pytest.raises(tarfile.ReadError):
+        with pytest.raises(ValueError, match="is cut or damaged"):
             list(list_shard(path))
+
+
+def test_what_cannot_be_used(tmp_path, monkeypatch):
+    """Each ends with a line that names it, before a worker or a training starts."""
+    draw_folders(tmp_path / "images")
+    write_shards(tmp_path / "images", tmp_path / "shards")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+
+    def error(name: str, source: str, breaks) -> str:
+        broken = tmp_path / "broken"
+        shutil.copytree(tmp_path / source, broken)
+        breaks(broken)
+        with pytest.raises(SystemExit) as ended:
+            load(name).load_data(SimpleNamespace(data_dir=str(broken), seed=0))
+        shutil.rmtree(broken, ignore_errors=True)
+        message = str(ended.value)
+        assert message.startswith(f"data.py: error: {broken} on "), message
+        assert "\n" not in message
+        return message
+
+    def remove(*names: str):
+        return lambda data: [shutil.rmtree(data / name) for name in names]
+
+    for name in COUNTS:
+        found = error("data.py", "images", remove(name))
+        assert "No such file or directory: " in found and f"/{name}'" in found
+    assert "No such file" in error("data.py", "images", shutil.rmtree)
+    no_images = [f"test/{name}" for name in "abc"]
+    assert "class folder" in error("data.py", "images", remove(*no_images))
+
+    def rename(old: str, new: str):
+        return lambda data: (data / old).rename(data / new)
+
+    unknown = error("data.py", "images", rename("val/c", "val/d"))
+    assert "classes in val, but not in train: {'d'}" in unknown
+
+    def make_tif(split: str):
+        return lambda data: [
+            path.rename(path.with_suffix(".tif"))
+            for path in list((data / split / "c").iterdir())
+        ]
+
+    for split in COUNTS:
+        found = error("data.py", "images", make_tif(split))
+        assert "no valid file for the classes c." in found and ".jpg" in found
+
+    assert "there is nothing in val" in error("data_tar.py", "shards", remove("val"))
+
+    def write(files: dict[str, bytes]):
+        return lambda data: (data / "test" / "2.tar").write_bytes(tar_bytes(files))
+
+    png = next((tmp_path / "images").glob("*/*/*.png")).read_bytes()
+    found = error("data_tar.py", "shards", write({"x.png": png, "x.cls": b"3"}))
+    assert "classes in test, but not in train: {3}" in found
+    assert "has no x.cls" in error("data_tar.py", "shards", write({"x.png": png}))
+
+    def scribble(data: Path) -> None:
+        (data / "train" / "2.tar").write_bytes(b"not an archive" * 1000)
+
+    assert "2.tar is cut or damaged: " in error("data_tar.py", "shards", scribble)
+
+
+def test_nothing_to_test_with(tmp_path):
+    """The script itself says so, at once."""
+    draw_folders(tmp_path)
+    shutil.rmtree(tmp_path / "test")
+    command = [sys.executable, REPOSITORY / FOLDER / "main.py", "--data-dir", tmp_path]
+    outside = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    result = call(command, cwd=tmp_path, env=outside)
+    assert result.exit_code == 1, result
+    assert result.output.splitlines()[1].startswith("data.py: error: "), result
+    assert len(result.output.splitlines()) == 2, result
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_kinds_of_files(jobs, tmp_path):
-    """The same images train the same, from folders, tar shards and Arrow files."""
-    kinds = {name: tmp_path / name for name in ("data", "data_tar", "data_arrow")}
+    """The same images train the same, from folders, tar shards and Hugging Face."""
+    names = ("data", "data_tar", "data_hf", "data_text")
+    kinds = {name: tmp_path / name for name in names}
     draw_folders(kinds["data"])
     write_shards(kinds["data"], kinds["data_tar"])
-    write_arrow(jobs, kinds["data"], kinds["data_arrow"])
-    results = []
+    write_hugging_face(jobs, kinds["data"], kinds["data_hf"], kinds["data_text"])
+    offline = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    results = {}
     try:
         for name, source in kinds.items():
             archive = tmp_path / f"{name}.tar"
@@ -184,18 +274,26 @@ def test_kinds_of_files(jobs, tmp_path):
             code = jobs.clone / FOLDER / "data.py"
             code.write_text((REPOSITORY / FOLDER / f"{name}.py").read_text())
             command = ["../../multi_node/job.sh", "--epochs=1", "--batch-size=4"]
-            result = jobs.sbatch(FOLDER, *TWO, *command, CIFAR10_ARCHIVE=str(archive))
+            if name == "data_text":
+                command += ["--epochs=20", "--learning-rate=20"]
+            env = offline | {"CIFAR10_ARCHIVE": str(archive)}
+            result = jobs.sbatch(FOLDER, *TWO, *command, **env)
             assert result.state == "COMPLETED", result
             assert (
                 "World size 2: 2 steps an epoch, 2 x 4 samples each, of 20; "
                 "5 to validate, 7 to test" in result.output
             ), result
-            results.append(result)
+            results[name] = result
     finally:
         jobs.run(["git", "checkout", "--", "."], FOLDER)
-    logs = [re.sub(r", \d+ images/s", "", result.output) for result in results]
+    for result in results.values():  # the only warning is that there is no GPU
+        assert len(re.findall("warning", result.output, re.IGNORECASE)) == 1, result
+    text = results.pop("data_text")
+    assert text.find("^Test loss .* accuracy 100.00%$"), text
+    logs = [re.sub(r", \d+ images/s", "", result.output) for result in results.values()]
     metrics = [re.findall(r"^(?:Epoch|Test) .*", log, re.MULTILINE) for log in logs]
-    assert len(metrics[0]) == 2, results[0]
-    assert metrics[0] == metrics[1] == metrics[2], "\n".join(map(str, results))
-    for log in logs:  # the only warning is that there is no GPU
-        assert len(re.findall("warning", log, re.IGNORECASE)) == 1, log
+    assert len(metrics[0]) == 2, results["data"]
+    assert metrics[0] == metrics[1] == metrics[2], "\n".join(map(str, results.values()))
+    job = results["data"].job
+    weights = torch.load(jobs.clone / FOLDER / f"model-{job}.pt", weights_only=True)
+    assert weights["fc.weight"].shape == (3, 512)  # as many classes as train has

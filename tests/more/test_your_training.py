@@ -1,44 +1,164 @@
-"""docs/your_training: the script before, and after it as a job of multi_node."""
+"""docs/your_training: the script before, and after it as jobs of multi_node."""
 
+import contextlib
+import os
 import re
 import shutil
+import subprocess
 import sys
+from itertools import chain
 
 import pytest
 import torch
-from slurm_jobs import REPOSITORY, call
+from slurm_jobs import REPOSITORY, Jobs, Result, call, stop
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DistributedSampler, TensorDataset
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
-FLAGS = FLAGS.split()
+PAGE = (REPOSITORY / "docs" / "your_training.rst").read_text()
+SCRIPTS = REPOSITORY / "docs" / "your_training"
 
 
-def epochs(text: str) -> list[float]:
-    """Assert that 5 epochs have lines, each over 4096 samples; return the losses."""
-    lines = re.findall(
-        r"^Epoch (\d): loss (\d\.\d{4}) over 4096 samples$", text, re.MULTILINE
-    )
-    assert [epoch for epoch, _ in lines] == list("01234"), text
-    return [float(loss) for _, loss in lines]
+def losses(text: str, processes: int) -> dict[int, float]:
+    """Return each epoch's loss, as printed, each over 16384 samples."""
+    end = f", {processes} processes" if processes else ""
+    line = rf"^Epoch (\d): loss (\d\.\d{{4}}) over 16384 samples{end}$"
+    found = re.findall(line, text, re.MULTILINE)
+    return {int(epoch): float(loss) for epoch, loss in found}
 
 
-def test_your_training(jobs, tmp_path):
-    """Both learn, and the weights of the job fit the script before."""
-    shutil.copy(REPOSITORY / "docs" / "your_training" / "before.py", tmp_path)
-    command = [sys.executable, "before.py"]
-    before = call(command, cwd=tmp_path).output
-    folder = "docs/your_training"
-    result = jobs.sbatch(folder, *FLAGS, "../../multi_node/job.sh", CIFAR10_ARCHIVE="")
-    assert result.state == "COMPLETED", result
-    for losses in (epochs(before), epochs(result.output)):
-        assert losses[0] > 0.15 and losses[-1] < 0.15, (before, result)
-    paths = [path / "model.pt" for path in (tmp_path, jobs.clone / folder)]
-    alone, together = (torch.load(path, weights_only=True) for path in paths)
-    paths[1].unlink()  # or the clone would be dirty
+def expected(world_size: int, rate: float | None = None) -> list[float]:
+    """Train without DDP, on what all ranks take in each step together."""
+    torch.manual_seed(0)
+    points = torch.rand(16384, 2)
+    targets = (points.square().sum(1) < 0.64).long()
+    dataset = TensorDataset(points, targets)
+    samplers = [
+        DistributedSampler(dataset, world_size, rank) for rank in range(world_size)
+    ]
+    model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
+    rate = rate or 0.05 * world_size
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    averages = []
+    for epoch in range(5):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        order = torch.tensor(list(chain(*zip(*samplers, strict=True))))
+        total = 0.0
+        for batch in order.split(64 * world_size):
+            loss = F.cross_entropy(model(points[batch]), targets[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(batch)
+        averages.append(total / 16384)
+    return averages
+
+
+def listing(first_words: str) -> str:
+    """Return the page's literal block that begins so."""
+    block = re.search(rf"^    {re.escape(first_words)}.*\n(    .*\n)*", PAGE, re.M)
+    return block[0]
+
+
+@pytest.fixture(scope="module")
+def project(jobs: Jobs, tmp_path_factory):
+    """A project of one's own, typed as on the page, with the two scripts."""
+    folder = tmp_path_factory.mktemp("a project")
+    env = {"PYTORCH_ON_SLURM": str(jobs.clone)}
+    result = jobs.run(["bash", "-euc", listing("uv init")], folder, 600, **env)
+    assert result.exit_code == 0, result
+    (project,) = folder.iterdir()
+    for name in ("before.py", "main.py"):
+        shutil.copy(SCRIPTS / name, project)
+    return project
+
+
+@pytest.fixture(scope="module")
+def together(jobs: Jobs, project) -> Result:
+    """The script as a job of four processes on two nodes."""
+    return jobs.sbatch(project, *FLAGS.split(), "job.sh", CIFAR10_ARCHIVE="")
+
+
+def test_your_training(project, together):
+    """A rank's step is a share of what one process computes; old weights fit."""
+    outside = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    models = {}
+    for name in ("before.py", "main.py"):
+        (project / "model.pt").rename(project / "other.pt")
+        output = call([sys.executable, name], cwd=project, env=outside).output
+        models[name] = torch.load(project / "model.pt", weights_only=True)
+        models["job"] = models.get("job") or torch.load(project / "other.pt")
+        if name == "before.py":
+            before = losses(output, 0)
+        else:
+            alone = losses(output, 1)
+    assert together.state == "COMPLETED", together
+    assert before.keys() == alone.keys() == losses(together.output, 4).keys()
+    assert before[4] < before[0] / 2
+    for found, processes in ((alone, 1), (losses(together.output, 4), 4)):
+        for epoch, loss in enumerate(expected(processes)):
+            assert abs(found[epoch] - loss) < 0.002, (found, expected(processes))
     shapes = [
         {name: value.shape for name, value in model.items()}
-        for model in (alone, together)
+        for model in models.values()
     ]
-    assert shapes[0] == shapes[1]
-    # Each has written a file of its own.
-    assert all(not torch.equal(alone[name], together[name]) for name in alone)
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_chain(jobs, project, together):
+    """A job is killed, the next one goes on, and the last has nothing to do."""
+    folder = project / "chain"
+    folder.mkdir()
+    shutil.copy(project / "job.sh", folder)
+    shutil.copy(SCRIPTS / "resume" / "main.py", folder)
+    options = f'{FLAGS} --output="{jobs.logs}/%j.out"'
+    typed = f'sbatch() {{ command sbatch {options} "$@"; }}\n{listing("job=$(sbatch")}'
+    result = jobs.run(["bash", "-euc", typed], folder, CIFAR10_ARCHIVE="")
+    assert result.exit_code == 0, result
+    queue = jobs.run(["squeue", "--noheader", "--format=%A", "--sort=i"])
+    first, second, third = queue.output.split()
+    jobs.submitted += [first, second, third]
+
+    def rank_0() -> int:
+        with contextlib.suppress(ValueError):  # it has not started
+            return jobs.pid("node1", "main.py")
+
+    saved = (folder / "checkpoint.pt").exists
+    rank = jobs.until_found(first, rank_0, "rank 0", 120)
+    jobs.until_found(first, saved, "a checkpoint", 120, pause=0.001)
+    stop(rank)  # or it may be done before Slurm ends it
+    killed = jobs.cancel(first)
+    assert killed.state == "CANCELLED", killed
+    parts = [losses(killed.output, 4)]
+    for job in (second, third):
+        result = jobs.wait(job)
+        assert result.state == "COMPLETED", result
+        parts.append(losses(result.output, 4))
+    assert parts[0] and 4 not in parts[0] and 0 not in parts[1] and not parts[2], parts
+    assert parts[0] | parts[1] == losses(together.output, 4), parts
+    assert result.find("^Nothing to do: "), result
+
+
+def test_what_the_rate_does():
+    """The losses that the page gives for 16 processes."""
+    ((scaled, unscaled),) = re.findall(
+        r"loss is (0\.\d\d)\. If the rate stays 0\.05, it is (0\.\d\d)\.", PAGE
+    )
+    assert f"{expected(16)[-1]:.2f}" == scaled
+    assert f"{expected(16, rate=0.05)[-1]:.2f}" == unscaled
+
+
+def test_the_page_counts_lines_as_git_does():
+    counted = re.findall(r"<(\S+)>`__ has (\d+) new\slines and lacks (\d+)", PAGE)
+    assert len(counted) == 2
+    old = "your_training/before.py"
+    for new, added, removed in counted:
+        command = ["git", "diff", "--no-index", "--numstat", old, new]
+        stat = subprocess.run(
+            command, cwd=REPOSITORY / "docs", capture_output=True, text=True
+        )
+        assert stat.stdout.split()[:2] == [added, removed], stat
+        old = new
