@@ -186,8 +186,9 @@ class Synthetic:
     def read(self, i: int) -> Tensor:
         """Return an image: RGB, uint8, of shape (3, height, width)."""
         rng = np.random.default_rng((self.seed, i))
-        shape = (3, self.resolution, self.resolution)
-        noise = rng.integers(128, size=shape, dtype=np.uint8)
+        # Bytes are drawn ten times faster than numbers under a limit.
+        noise = np.frombuffer(rng.bytes(3 * self.resolution**2), np.uint8) % 128
+        noise = noise.reshape(3, self.resolution, self.resolution)
         return torch.from_numpy(self.colors[self.labels[i]] + noise)
 
 

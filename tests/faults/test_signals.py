@@ -23,9 +23,9 @@ def preempt(user: User, job: str, rank: int) -> None:
 
     A stopped rank of it goes on when Slurm has sent the signal to end.
     """
-    other = user.submit(
-        "", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep infinity"
-    )
+    # exec: without cgroups, Slurm may miss a child that the shell has just started.
+    sleep = "--wrap=exec sleep infinity"
+    other = user.submit("", "--partition=urgent", "--nodes=3", "--exclusive", sleep)
     user.until(job, r"\*\*\* .* CANCELLED AT ")
     with contextlib.suppress(ProcessLookupError):
         # With proctrack/cgroup, Slurm sends it to uv only.
