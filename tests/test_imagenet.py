@@ -68,7 +68,7 @@ def test_array(user):
     folders = set(user.checkpoints("").glob("*"))
     flags = ["--nodelist=node1", "--array=1-2", f"--output={user.logs}/%A_%a.out"]
     # One that runs on another node: some nodes share their /tmp.
-    running = user.submit("", "--nodelist=node2", "--mem=100M", "--wrap=exec sleep infinity")
+    running = user.submit("", "--nodelist=node2", "--mem=100M", "--wrap=sleep infinity")
     names = ("99999", "99998", "cache", running)
     abandoned, *kept = folders_of_jobs = [f"/tmp/slurm-job-{name}" for name in names]
     user.on("node1", "mkdir", "-p", f"{abandoned}/data", *folders_of_jobs)
