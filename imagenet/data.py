@@ -58,7 +58,7 @@ class Images:
     def __init__(self, data_dir: Path, split: str):
         self.data_dir, self.split = Path(data_dir), split
         self.archive = None  # an open file, unless each image is a file
-        staged = self.data_dir / "index.json"
+        staged = self.data_dir / "staged.json"
         if staged.exists():
             found = json.loads(staged.read_text())
             self.classes = found["classes"]
@@ -359,7 +359,7 @@ def normalize(images: Tensor) -> Tensor:
     return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
 
 
-@functools.cache  # made from numbers in every step, it would wait for the GPU
+@functools.cache  # Each copy to the GPU makes the CPU wait for it: copy once.
 def mean_and_std(device: torch.device) -> Tensor:
     values = [[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]
     return 255 * torch.tensor(values, device=device).view(2, 3, 1, 1)

@@ -133,7 +133,7 @@ def is_staged(data_dir: Path, wanted: dict) -> bool:
     if not any(data_dir.glob("*")):
         return False
     try:
-        found = json.loads((data_dir / "index.json").read_text())
+        found = json.loads((data_dir / "staged.json").read_text())
     except (OSError, ValueError):  # there is none, or the node went down meanwhile
         found = {}
     if not wanted.items() <= found.items():
@@ -234,7 +234,7 @@ def write_index(folder: Path, images: list[Member], staged: dict) -> None:
     classes, indices = archives.make_index(images)
     for split, index in indices.items():
         np.save(folder / f"{split}.npy", index)
-    (folder / "index.json").write_text(json.dumps(staged | {"classes": classes}))
+    (folder / "staged.json").write_text(json.dumps(staged | {"classes": classes}))
 
 
 def remove_abandoned() -> None:

@@ -181,7 +181,8 @@ def test_every_layout_in_every_form(layout, tmp_path):
     # The tree is the usual one, and is read without the index, too.
     extracted = stage("extracted", "--extract")
     check(drawn, extracted)
-    (extracted / "index.json").unlink()
+    (extracted / "staged.json").unlink()
+    (extracted / "index.json").write_text("[]")  # somebody's own
     check(drawn, extracted)
     # What is small enough is neither enlarged nor compressed a second time.
     check(drawn, stage("kept", "--resize=300"))
@@ -328,7 +329,7 @@ def test_what_others_have_put_there(imagenet, data_dir):
     mine.touch()
     refused(imagenet.source, data_dir, message)
     mine.unlink()
-    hook = at("index.json", mine.touch)
+    hook = at("staged.json", mine.touch)
     output = run(imagenet.source, data_dir, hook=hook, exit_code=1)
     assert message in output, output
     assert contents(data_dir.parent) == {"data", "data/mine"}

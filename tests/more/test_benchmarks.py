@@ -50,6 +50,17 @@ def test_on_gpu_names_files_that_exist():
     assert {"single_gpu/main.py", "tests/benchmarks/training_step.py"} <= named
     missing = [name for name in named if not (BENCHMARKS.parents[1] / name).exists()]
     assert not missing
+    # Each script is told only what it knows.
+    commands = script.replace("\\\n", " ").replace('"', "")
+    told = re.findall(r"(\w+/main|tests/benchmarks/\w+)(\.py .*)", commands)
+    options = {}
+    for name, arguments in told:
+        options.setdefault(name, set()).update(re.findall("--[a-z-]+", arguments))
+    assert len(options) >= 6
+    for name, used in options.items():
+        command = [sys.executable, BENCHMARKS.parents[1] / f"{name}.py", "--help"]
+        known = re.findall("--[a-z-]+", subprocess.check_output(command, text=True))
+        assert used <= set(known), name
     shown, default = re.findall(r"machine nccl [a-z0-9 ]+", script)
     assert shown == default
     for step in default.split():
