@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
     )
     add("--weight-decay", type=float, default=2**-15, help="L2 penalty")
     add("--seed", type=int, default=0, help="of weights, order, crops and flips")
-    add("--compile", action="store_true", help="a slow start, then faster steps")
+    add("--compile", action="store_true", help="a slow start, often faster steps")
     add("--workers", type=int, default=cpus, help="decoding processes per GPU")
     add(
         "--checkpoint-dir",

@@ -42,7 +42,7 @@ def parse_args() -> argparse.Namespace:
     )
     add("--weight-decay", type=float, default=5e-4, help="L2 penalty")
     add("--seed", type=int, default=0, help="of weights, order, crops and flips")
-    add("--compile", action="store_true", help="a slow start, then faster steps")
+    add("--compile", action="store_true", help="a slow start, often faster steps")
     if "--synthetic" in sys.argv:  # other defaults, which options still override
         parser.set_defaults(epochs=2, batch_size=8)  # a minute or two on two cores
     args = parser.parse_args()

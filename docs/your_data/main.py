@@ -38,7 +38,7 @@ def parse_args() -> argparse.Namespace:
     )
     add("--weight-decay", type=float, default=5e-4, help="L2 penalty")
     add("--seed", type=int, default=0, help="of weights, order, crops and flips")
-    add("--compile", action="store_true", help="a slow start, then faster steps")
+    add("--compile", action="store_true", help="a slow start, often faster steps")
     args = parser.parse_args()
     if min(args.epochs, args.batch_size) < 1:
         parser.error("--epochs and --batch-size must be at least 1")
