@@ -239,7 +239,7 @@ def setup_distributed(timeout: float) -> torch.device:
             # Ranks wait so long while rank 0 saves. `Watch` ends a hang much earlier.
             timeout=timedelta(minutes=30),
         )
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # of several kinds
         fail(
             f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
             f"{socket.gethostname()} ({device}) cannot join the others at "

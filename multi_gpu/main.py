@@ -146,7 +146,7 @@ def setup_distributed() -> torch.device:
     try:
         check_master_addr()
         dist.init_process_group(backend, device_id=device if on_gpu else None)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # of several kinds
         fail(
             f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
             f"{socket.gethostname()} ({device}) cannot join the others at "

@@ -66,7 +66,7 @@ def main() -> None:
         mine |= look_at_disk(args.data_dir, args.data_gb)
     try:
         store = join(rank, args.timeout)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # of several kinds
         problems.append(
             f"{NODE} cannot join the others at MASTER_ADDR={environ['MASTER_ADDR']}, "
             f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, and a "

@@ -162,14 +162,21 @@ def test_no_cpus_per_task(jobs, tmp_path, folder):
     assert_failed(result, "SLURM_CPUS_PER_TASK: give --cpus-per-task$", times=1)
 
 
-def test_wrong_interface(jobs):
+@pytest.mark.parametrize(
+    "variable, value, reason",
+    [
+        ("GLOO_SOCKET_IFNAME", "eth7", "Unable to find address for: eth7"),
+        ("MASTER_PORT", "abc", "invalid literal for int() with base 10: 'abc'"),
+    ],
+)
+def test_wrong_interface_or_port(jobs, variable, value, reason):
     """A line that was copied from another cluster."""
     command = [*TWO_TASKS, "job.sh", *SYNTHETIC]
-    result = sbatch(jobs, "multi_node", *command, GLOO_SOCKET_IFNAME="eth7")
+    result = sbatch(jobs, "multi_node", *command, **{variable: value})
     assert_failed(
         result,
         r"^main.py: error: rank . of 2 on node1 \(cpu:0\) cannot join the others "
-        ".*Unable to find address for: eth7",
+        f".*{re.escape(reason)}",
     )
     assert "Traceback" not in result.output, result
 
