@@ -1,6 +1,6 @@
 """Archives and trees of any names, kinds and damage: exactly what went in, or an error.
 
-FUZZ_EXAMPLES=2000 tries so many of each kind, others each time: half an hour.
+FUZZ_EXAMPLES=8000 tries so many of each kind, others each time: half an hour.
 """
 
 import os
