@@ -161,9 +161,11 @@ def list_tar(file: BinaryIO, archive: str, start: int, end: int) -> list[Member]
                     f"{archive}: {name} is a link, a device or sparse: make the tar "
                     "with --dereference --hard-dereference, and without --sparse"
                 )
-        # tarfile takes a damaged header for the end, which is 1024 zeros, or more.
+        # tarfile takes a damaged header for the end, which is 1024 zeros, or more. All
+        # of a tar is blocks of 512.
         left = end - tar.offset
-        if not 1024 <= left <= 2**20 or any(os.pread(file.fileno(), left, tar.offset)):
+        plausible = left in range(1024, 2**20, 512)
+        if not plausible or any(os.pread(file.fileno(), left, tar.offset)):
             raise tarfile.ReadError
     except tarfile.TarError:
         after = f"after {members[-1].name}" if members else "at its start"

@@ -409,11 +409,16 @@ def test_cut_archive(damaged, data_dir, name):
 
 
 def test_damaged_between_images(damaged, data_dir):
-    """In a header, or cut when all images are there: there may have been more."""
+    """In a header, or cut when all images are there: there may have been more.
+
+    Or bytes of the last one are lost: tars are made of blocks of 512.
+    """
     content = (damaged / VAL).read_bytes()
     end = len(content.rstrip(b"\0")) // 512 * 512 + 512
     flipped = content.replace(b"_00000005.JPEG", b"_00000004.JPEG")
-    for bad, last in ((content[:end], 12), (content[: end + 512], 12), (flipped, 4)):
+    lost = content[: end - 600] + content[end - 500 :]
+    at_end = [content[:end], content[: end + 512], lost]
+    for bad, last in [(flipped, 4), *((bad, 12) for bad in at_end)]:
         (damaged / VAL).write_bytes(bad)
         message = f"{VAL}.* is cut, .*, after ILSVRC2012_val_{last:08}.JPEG"
         refused(damaged, data_dir, message)
