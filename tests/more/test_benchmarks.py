@@ -52,9 +52,9 @@ def test_on_gpu_names_files_that_exist():
     assert not missing
     # Each script is told only what it knows.
     commands = script.replace("\\\n", " ").replace('"', "")
-    told = re.findall(r"(\w+/main|tests/benchmarks/\w+)(\.py .*)", commands)
+    pattern = r"(?<![\w/$-])(\w+/main|tests/benchmarks/\w+)(\.py .*)"
     options = {}
-    for name, arguments in told:
+    for name, arguments in re.findall(pattern, commands):
         options.setdefault(name, set()).update(re.findall("--[a-z-]+", arguments))
     assert len(options) >= 6
     for name, used in options.items():
