@@ -361,14 +361,15 @@ class User(Jobs):
         )
 
     def until_pending(self, job: str, process: int, number: signal.Signals) -> None:
-        """Wait until a stopped process has a signal, which it takes when it goes on."""
+        """Wait until a stopped process has a signal, which it takes when it goes on.
 
-        def pending() -> int:
+        Some Slurms let it go on themselves.
+        """
+
+        def pending() -> bool:
             status = Path(f"/proc/{process}/status").read_text()
-            return (
-                int(re.search(r"^ShdPnd:\t(\w+)$", status, re.MULTILINE)[1], 16)
-                & 1 << number - 1
-            )
+            signals = re.search(r"^ShdPnd:\t(\w+)$", status, re.MULTILINE)[1]
+            return int(signals, 16) & 1 << number - 1 or "\nState:\tT" not in status
 
         self.until_found(job, pending, number.name, 60)
 

@@ -331,6 +331,8 @@ def test_slow_disk_at_the_end(user, undisturbed, tmp_path):
     user.until_file(job, "*-step-000003.pt")
     stop(rank)
     assert user.run(["scontrol", "update", f"job={job}", "TimeLimit=3"]).exit_code == 0
+    user.until_pending(job, rank, signal.SIGUSR1)
+    os.kill(rank, signal.SIGCONT)
     user.until(job, "^job.sh: status .*: to be requeued$", timeout=240)
     rm.unlink()
     user.run(["scontrol", "update", f"job={job}", "TimeLimit=10"])
