@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 from types import ModuleType
 
 import pytest
@@ -270,7 +271,12 @@ def run_main(main: ModuleType, batch_size: int, build, *more: str) -> dict:
     register_optimizer_step_pre_hook(
         lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
     )
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    output = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as folder,  # for the weights
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(output),
+    ):
         main.main()
     return {"state": model.state_dict(), "rates": rates, "output": output.getvalue()}
 
