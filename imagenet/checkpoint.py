@@ -415,9 +415,12 @@ def find_commit() -> str:
     """
     if environ["RANK"] != "0":
         return ""
-    git = "git describe --always --dirty --abbrev=40 --exclude='*' || echo unknown"
+    script = """
+        unset GIT_DIR GIT_WORK_TREE  # of a shell for another repository
+        git describe --always --dirty --abbrev=40 --exclude='*' || echo unknown
+    """
     answer = subprocess.run(
-        git, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
+        script, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
     )
     return environ.get("GIT_COMMIT") or answer.stdout.strip()
 

@@ -707,7 +707,9 @@ def test_commit(tmp_path, monkeypatch):
     """)
     head = run("git rev-parse HEAD")
     (code.parent / "slurm-1.out").write_text("untracked files are no change of code")
-    assert len(head) == 40 and checkpoint.find_commit() == head
+    assert len(head) == 40
+    monkeypatch.setenv("GIT_DIR", "/elsewhere")
+    assert checkpoint.find_commit() == head
     code.write_text("changed")
     assert checkpoint.find_commit() == f"{head}-dirty"
     # As safe_sbatch does, whose tree this would be a copy of.

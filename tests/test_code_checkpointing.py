@@ -179,6 +179,8 @@ def test_everything_reaches_the_job(repository):
     env = {
         "UV_PROJECT_ENVIRONMENT": str(repository.root / ".venv"),
         "VIRTUAL_ENV": "/elsewhere",
+        "GIT_DIR": "/elsewhere/.git",
+        "GIT_WORK_TREE": "/elsewhere",
     }
     # Slurm then drops the other variables, but not the commit.
     flags = [*FLAGS, f"--export=PATH,HOME,UV_CACHE_DIR,{','.join(env)}"]
