@@ -2,7 +2,8 @@
 
 The usual way is torchvision's data set with its augmentation behind worker processes,
 float32, and `.item()` in every step. The limit is forward, backward and step of the
-example's model on one batch in memory.
+example's model on one batch in memory. On a GPU, there is the example with CUDA graphs,
+too: then the CPU starts many kernels at once.
 """
 
 import torch
@@ -26,10 +27,11 @@ def main() -> None:
     steps = args.samples // args.batch_size
     usual_model = example.build_model().to(device)
     usual_sgd = torch.optim.SGD(usual_model.parameters(), lr=0.0, momentum=0.9)
-    model, bare_model = (
+    model, graphs_model, bare_model = (
         example.build_model().to(device, memory_format=torch.channels_last)
-        for _ in range(2)
+        for _ in range(3)
     )
+    graphs_model.compile(mode="reduce-overhead")
     bare_sgd, _ = build_optimizer(example, bare_model, args.batch_size, steps)
 
     with cifar10_folder(args) as folder:
@@ -50,10 +52,14 @@ def main() -> None:
                 usual_model, usual_sgd, loader
             ),
             "single_gpu/main.py": shipped(example, model, data, args.batch_size),
-            "forward, backward, step on one batch": lambda: train_plainly(
-                bare_model, bare_sgd, [batch] * steps
-            ),
         }
+        if device.type == "cuda":
+            variants["single_gpu/main.py with CUDA graphs"] = shipped(
+                example, graphs_model, data, args.batch_size
+            )
+        variants["forward, backward, step on one batch"] = lambda: train_plainly(
+            bare_model, bare_sgd, [batch] * steps
+        )
         seconds = take_turns(variants, args.rounds)
     title = f"Training a ResNet-18 on CIFAR-10, batches of {args.batch_size}"
     compare(title, seconds, steps * args.batch_size, "images/s")
