@@ -120,7 +120,7 @@ def list_images(file: BinaryIO, devkit: Devkit | None) -> list[Member]:
         members = list_tar(file, archive, 0, os.path.getsize(file.name))
     if devkit:
         return select(members, label_val(members, devkit), archive)
-    return find_images(members, archive, file)
+    return find_images(members, archive, read_annotations(members, file))
 
 
 def list_tree(folder: Path) -> list[Member]:
@@ -141,7 +141,7 @@ def list_tree(folder: Path) -> list[Member]:
             members += [
                 Member(check_name(f"{place}/{name}", str(folder))) for name in names
             ]
-    return find_images(members, str(folder))
+    return find_images(members, str(folder), {})
 
 
 def list_tar(file: BinaryIO, archive: str, start: int, end: int) -> list[Member]:
@@ -229,14 +229,14 @@ def check_end(file: BinaryIO, listed: zipfile.ZipFile) -> None:
 
 
 def find_images(
-    members: list[Member], where: str, file: BinaryIO | None = None
+    members: list[Member], where: str, class_of: dict[str, str]
 ) -> list[Member]:
     """Return the images in [any/folder/]train/CLASS/[any/folder/], and in val.
 
     If there are none, those in [any/folder/]CLASS/, with every tenth one in val.
+    `class_of` has the classes of what lies in val/ itself.
     """
     names = [member.name for member in members if not is_hidden(member.name)]
-    class_of = read_annotations(members, file) if file else {}
     new_names = {}
     for name in names:
         if place := re.search("(?:^|/)(train|val)/([^/]+)/(.*)", name):
@@ -299,18 +299,13 @@ def label_val(members: list[Member], devkit: Devkit) -> dict[str, str]:
 
     An image's number says its class, whatever folder it has been put in.
     """
-    names = [m.name for m in members if is_image(m.name) and not is_hidden(m.name)]
-    labels = devkit.val_classes
-    if len(names) != len(labels):
-        raise StagingError(
-            f"{VAL} has {len(names)} images, and {DEVKIT} says {len(labels)}"
-        )
+    class_of = {f"{i:08}": name for i, name in enumerate(devkit.val_classes, start=1)}
     new_names = {}
-    ordered = sorted(names, key=os.path.basename)
-    for number, (name, label) in enumerate(zip(ordered, labels, strict=True), start=1):
-        if f"val_{number:08}" not in os.path.basename(name):
-            raise StagingError(f"{VAL} has {name} in the place of image {number}")
-        new_names[name] = f"val/{label}/{os.path.basename(name)}"
+    for member in members:
+        name = os.path.basename(member.name)
+        number = re.search(r"val_(\d+)", name)
+        if number and number[1] in class_of:
+            new_names[member.name] = f"val/{class_of[number[1]]}/{name}"
     return new_names
 
 
@@ -382,10 +377,15 @@ def check_name(name: str, archive: str) -> str:
 def check_imagenet(images: list[Member], devkit: Devkit) -> None:
     """Are there as many as the development kit says, and images of each class?"""
     trained = sum(image.name.startswith("train/") for image in images)
-    if trained != devkit.train_images:
-        raise StagingError(
-            f"{TRAIN} has {trained} images, and {DEVKIT} says {devkit.train_images}"
-        )
+    validated = len(images) - trained
+    for archive, count, right in (
+        (TRAIN, trained, devkit.train_images),
+        (VAL, validated, len(devkit.val_classes)),
+    ):
+        if count != right:
+            raise StagingError(
+                f"{archive} has {count} images, and {DEVKIT} says {right}"
+            )
     check_classes(images, (TRAIN, VAL))
 
 

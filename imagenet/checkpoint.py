@@ -57,11 +57,6 @@ class Run:
         """Return the steps of an epoch."""
         return self.recipe["samples"] // self.global_batch_size
 
-    def start_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.step = 0
-        self.metrics = torch.zeros_like(self.metrics)
-
     def state_dict(self) -> dict:
         return {
             name: value.state_dict() if hasattr(value, "state_dict") else value
@@ -129,7 +124,9 @@ class Coordinator:
         self.watch.tracker.log(run.scheduler.last_epoch, values)
         with self.watch.hangs.paused():
             self.checkpoints.save_if_best(run, values["valid/accuracy"])
-        run.start_epoch(run.epoch + 1)
+        run.epoch += 1
+        run.step = 0
+        run.metrics = torch.zeros_like(run.metrics)
 
     def _meet(self, metrics: Tensor) -> None:
         run, save_steps = self.run, self.args.save_steps
@@ -152,8 +149,8 @@ class Coordinator:
         """Return how many ranks must stop, and should save, and their mean speed."""
         due = time.monotonic() - self.checkpoints.saved_at > 60 * self.args.save_minutes
         speed = self.watch.steps_per_second() / dist.get_world_size()
-        mine = torch.tensor([bool(_stop_signals), due, speed])
-        sums = torch.cat((metrics, mine.to(metrics)))
+        mine = metrics.new_tensor([bool(_stop_signals), due, speed])
+        sums = torch.cat((metrics, mine))
         dist.all_reduce(sums)
         *totals, stop, due, speed = sums.tolist()
         self.run.metrics = torch.tensor(totals, dtype=torch.float64)

@@ -39,14 +39,6 @@ warnings.filterwarnings("ignore", "Palette images")
 Image.MAX_IMAGE_PIXELS = None
 
 
-class BadImage(StagingError):
-    """An image that cannot be decoded; its text is one line that names it."""
-
-    def __init__(self, text: str):
-        # From a DataLoader worker it comes with a traceback, which ends in its text.
-        super().__init__(text.strip().split("BadImage: ")[-1])
-
-
 class Images:
     """The images of a split, "train" or "val", as prepare_data.py has staged them.
 
@@ -84,7 +76,7 @@ class Images:
         digest.update(self.index["label"].tobytes())
         for i in range(0, len(self), len(self) // 100 + 1):
             with self.naming(i):
-                digest.update(self.read_bytes(i).numpy())
+                digest.update(self.read_bytes(i))
         return digest.hexdigest()
 
     def name(self, i: int) -> str:
@@ -99,25 +91,24 @@ class Images:
         try:
             yield
         except Exception as error:  # of several libraries
-            raise BadImage(
+            raise StagingError(
                 f"cannot decode image {self.name(i)} on {socket.gethostname()}: {error}"
             ) from None
 
     def read(self, i: int) -> Tensor:
         """Return an image: RGB, uint8, of shape (3, height, width).
 
-        Raises BadImage.
+        Raises StagingError, which names it.
         """
         with self.naming(i):
             return decode(self.read_bytes(i))
 
-    def read_bytes(self, i: int) -> Tensor:
+    def read_bytes(self, i: int) -> bytes:
         """Return an image as it is in its file, or was before a zip deflated it."""
         if not self.archive:
-            return torch.from_numpy(np.fromfile(self.name(i), np.uint8))
+            return Path(self.name(i)).read_bytes()
         _, name, *place = self.index[i].tolist()
-        data = archives.read_member(self.archive, Member(name, *place))
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return archives.read_member(self.archive, Member(name, *place))
 
 
 @functools.cache  # for both splits
@@ -132,16 +123,16 @@ def list_tree(data_dir: Path) -> tuple[list[str], dict[str, np.ndarray]]:
     return archives.make_index(archives.list_tree(data_dir))
 
 
-def decode(data: Tensor) -> Tensor:
+def decode(data: bytes) -> Tensor:
     """Return an image's pixels: RGB, uint8, of shape (3, height, width)."""
-    start = data[:3].numpy().tobytes()
-    if start not in (b"\xff\xd8\xff", b"\x89PN", b"RIF"):
+    if not data.startswith((b"\xff\xd8\xff", b"\x89PN", b"RIF")):
         raise ValueError("it is no JPEG, PNG or WebP")
-    if start != b"\x89PN":
-        return decode_image(data, "RGB")
+    if not data.startswith(b"\x89PN"):
+        # A copy, which can be written to: PyTorch would warn of the bytes themselves.
+        return decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), "RGB")
     # A damaged PNG may crash torchvision, and with it this process. Pillow raises, and
     # verify() looks at the checksums.
-    file = io.BytesIO(data.numpy())
+    file = io.BytesIO(data)
     Image.open(file).verify()
     image = Image.open(file)
     if image.mode == "I;16":  # of these 16 bits, convert() would take the lower ones
@@ -149,21 +140,13 @@ def decode(data: Tensor) -> Tensor:
     return v2.functional.pil_to_tensor(image.convert("RGB"))
 
 
-class Smaller:
-    """Images as files, and their names; shorter sides have `side` pixels, or fewer."""
-
-    def __init__(self, images: Images, side: int):
-        self.images, self.side = images, side
-
-    def __getitem__(self, i: int) -> tuple[str, bytes]:
-        name = f"{self.images.split}/{self.images.index['name'][i].decode()}"
-        with self.images.naming(i):
-            data = self.images.read_bytes(i)
-            pixels = decode(data)
-            if min(pixels.shape[1:]) > self.side:
-                pixels = v2.functional.resize(pixels, [self.side])
-                data = encode_jpeg(pixels, quality=90)
-        return name, data.numpy().tobytes()
+def shrink(data: bytes, side: int) -> bytes:
+    """Return a JPEG whose shorter side is `side`, or the image if it is no larger."""
+    pixels = decode(data)
+    if min(pixels.shape[1:]) <= side:
+        return data
+    pixels = v2.functional.resize(pixels, [side])
+    return encode_jpeg(pixels, quality=90).numpy().tobytes()
 
 
 class Synthetic:
@@ -174,7 +157,7 @@ class Synthetic:
 
     def __init__(self, samples: int, seed: int, resolution: int):
         self.seed, self.resolution = seed, resolution
-        self.classes = [f"colour {i}" for i in range(10)]
+        self.classes = range(10)
         self.labels = np.arange(samples) % 10
         self.fingerprint = f"synthetic {samples, seed, resolution}"
         rng = np.random.default_rng(11)  # its first ten colours are far apart
@@ -310,7 +293,9 @@ def training_batches(loader: DataLoader, run: Run, device: torch.device):
     That is uint8 images of shape (share, 3, size, size) and their classes.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    order = draw_epoch(len(loader.dataset), loader.dataset.seed, run.epoch)
+    # The order of an epoch is the same however many GPUs share the work.
+    rng = np.random.default_rng((loader.dataset.seed, run.epoch))
+    order = rng.permutation(len(loader.dataset))
     steps = len(order) // run.global_batch_size
     batches = order[: steps * run.global_batch_size].reshape(steps, -1)
     shares = batches[run.step :, rank::world_size]
@@ -338,19 +323,11 @@ def load(loader: DataLoader, epoch: int, batches: np.ndarray, device: torch.devi
     """Yield the images and classes of batches of indices, on the device."""
     batches = batches.tolist()
     loader.batch_sampler[:] = [[(epoch, index) for index in row] for row in batches]
-    for images, labels in loader:
+    for batch in loader:
         if device.type == "cuda":
             # Or the CPU would wait for the copy, and for all the GPU's work before it.
-            images, labels = images.pin_memory(), labels.pin_memory()
-        yield (
-            images.to(device, non_blocking=True),
-            labels.to(device, non_blocking=True),
-        )
-
-
-def draw_epoch(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Draw the order of an epoch, the same however many GPUs share the work."""
-    return np.random.default_rng((seed, epoch)).permutation(samples)
+            batch = [part.pin_memory() for part in batch]
+        yield [part.to(device, non_blocking=True) for part in batch]
 
 
 def normalize(images: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from checkpoint import Checkpoints, Coordinator, Run, RunError, StopRequested
 from data import (
-    BadImage,
+    StagingError,
     build_loader,
     evaluation_batches,
     load_data,
@@ -111,8 +111,8 @@ def main() -> None:
     logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
     train_set, valid_set = load_data(args)
     loaders = [build_loader(part, args.workers) for part in (train_set, valid_set)]
-    start = watch_start(6 * args.timeout)  # the ranks wait 5 times for each other
-    device = setup_distributed(args.timeout)
+    start = watch_start(6 * args.timeout)  # ranks start at different times
+    device = setup_distributed()
     dtype = find_dtype(device)
 
     world_size = dist.get_world_size()
@@ -215,7 +215,7 @@ def set_ranks() -> None:
     environ["LOCAL_WORLD_SIZE"] = str(1 + environ.get("SLURM_GTIDS", "").count(","))
 
 
-def setup_distributed(timeout: float) -> torch.device:
+def setup_distributed() -> torch.device:
     """Join the process group, one process a GPU, and return this process's device."""
     # Where rank 0 listens. job.sh sets both, salloc neither.
     if "MASTER_ADDR" not in environ:
@@ -227,16 +227,10 @@ def setup_distributed(timeout: float) -> torch.device:
     backend = "nccl" if on_gpu else "gloo"
     try:
         check_master_addr()
-        # Ranks start at different times: this is longer than a hang takes to end.
-        limit = timedelta(seconds=5 * timeout)
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
         dist.init_process_group(
             backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
             device_id=device if on_gpu else None,
-            # Ranks wait so long while rank 0 saves. `Watch` ends a hang much earlier.
+            # Ranks wait so long while rank 0 saves. watch.py ends a hang much earlier.
             timeout=timedelta(minutes=30),
         )
     except Exception as error:  # of several kinds
@@ -353,7 +347,7 @@ def measure(metrics: Tensor, logits: Tensor, labels: Tensor) -> None:
     # These sums stay on the GPU: to read one, the CPU would wait for the GPU.
     metrics[0] += F.cross_entropy(logits.float(), labels, reduction="sum")
     metrics[1] += (logits.argmax(1) == labels).sum()
-    metrics[2] += len(labels)
+    metrics[2] += (labels >= 0).sum()  # a label of -100 marks padding
 
 
 @torch.no_grad()
@@ -369,10 +363,7 @@ def evaluate(model, batches) -> Tensor:
     for images, labels in batches:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logits = model(normalize(images))
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-        metrics[0] += loss
-        metrics[1] += (logits.argmax(1) == labels).sum()
-        metrics[2] += (labels >= 0).sum()  # a label of -100 marks padding
+        measure(metrics, logits, labels)
     dist.all_reduce(metrics)  # the sums over all ranks
     return metrics
 
@@ -472,5 +463,6 @@ if __name__ == "__main__":
             print(f"main.py: error: {error}", file=sys.stderr, flush=True)
         dist.barrier()
         sys.exit(1)
-    except BadImage as error:
-        fail(str(error))
+    except StagingError as error:
+        # From a DataLoader worker, its text is a traceback that ends in this line.
+        fail(str(error).split("StagingError: ")[-1].strip())

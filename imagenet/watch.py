@@ -29,7 +29,7 @@ class Watch:
         run: Run,
     ):
         self.compiles = args.compile
-        self.usage = Usage(device)
+        self.on_gpu = device.type == "cuda"
         self.profile = start_profile(folder, device) if args.profile else None
         self.hangs = HangWatch(args.timeout)
         with self.hangs.paused():
@@ -38,15 +38,16 @@ class Watch:
             dist.barrier()
 
     def batches(self, loader: Iterable) -> Iterator:
-        """Yield a loop's batches, and measure `usage` and speed of this loop."""
+        """Yield a loop's batches, and measure its speed and its waits for them."""
         batches = iter(loader)
         self.steps = 0
-        self.usage.start_loop()
+        self.start = time.perf_counter()
+        self.waits = []  # for batches: when each began, and when it ended
         self.hangs.tick("waits for its first batch")
         while True:
-            begin = self.usage.now()
+            begin = self._now()
             batch = next(batches, None)
-            self.usage.waits.append((begin, self.usage.now()))
+            self.waits.append((begin, self._now()))
             # The first step may compile, which takes longer than a hang.
             compiling = self.compiles and not self.steps
             self.hangs.tick(
@@ -64,7 +65,7 @@ class Watch:
 
     def steps_per_second(self) -> float:
         """Return the speed of this loop so far."""
-        return self.steps / self.usage.seconds()
+        return self.steps / (time.perf_counter() - self.start)
 
     def speed(self, images: int) -> dict[str, float]:
         """Return how fast this loop was, of so many images a step, to be logged.
@@ -73,7 +74,15 @@ class Watch:
         """
         if not self.steps:
             return {}
-        return {"images/s": self.steps_per_second() * images} | self.usage.shares()
+        rate = self.steps_per_second()
+        speed = {
+            "images/s": rate * images,
+            "usage/waiting for data": self._seconds_waited() * rate / self.steps,
+        }
+        if self.on_gpu:
+            free, total = torch.cuda.mem_get_info()
+            speed["usage/memory in use"] = 1 - free / total
+        return speed
 
     def close(self) -> None:
         """Stop watching: on all ranks, before the process group is destroyed."""
@@ -82,6 +91,21 @@ class Watch:
         self.hangs.close()
         self.tracker.close()
 
+    def _now(self):
+        """Return the time at which the device has done all that it was given."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        # The CPU runs ahead of the GPU: the GPU notes the time when it comes here.
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds_waited(self) -> float:
+        if not self.on_gpu:
+            return sum(end - begin for begin, end in self.waits)
+        torch.cuda.synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in self.waits) / 1000
+
 
 def watch_start(timeout: float) -> threading.Timer:
     """End this rank, unless it is cancelled in time: before there is a `HangWatch`."""
@@ -89,8 +113,9 @@ def watch_start(timeout: float) -> threading.Timer:
     def end() -> None:
         logging.error(
             f"error: rank {os.environ['RANK']} on {socket.gethostname()} has not begun "
-            f"to train after {timeout:.0f} s: another rank or its node is gone, or "
-            "NCCL cannot use the network, see NCCL_SOCKET_IFNAME"
+            f"to train after {timeout:.0f} s: another rank or its node is gone, "
+            "MASTER_ADDR is not rank 0's node, or NCCL cannot use the network, "
+            "see NCCL_SOCKET_IFNAME"
         )
         faulthandler.dump_traceback()
         os._exit(1)
@@ -294,62 +319,19 @@ def start_wandb(folder: Path, args: argparse.Namespace, run_id: str):
 
 def start_profile(folder: Path, device: torch.device) -> torch.profiler.profile:
     """Profile five steps: a trace a rank for ui.perfetto.dev, and rank 0's table."""
-    rank = dist.get_rank()
     write_trace = torch.profiler.tensorboard_trace_handler(
-        str(folder / "profile"), f"rank{rank}", use_gzip=True
+        str(folder / "profile"), f"rank{dist.get_rank()}", use_gzip=True
     )
 
     def report(profile: torch.profiler.profile) -> None:
         write_trace(profile)
-        if rank == 0:
-            table = profile.key_averages().table(
-                f"self_{device.type}_time_total", row_limit=20
-            )
-            print(table, flush=True)
+        order = f"self_{device.type}_time_total"
+        logging.info(profile.key_averages().table(order, row_limit=20))
 
     schedule = torch.profiler.schedule(wait=5, warmup=1, active=5, repeat=1)
     profile = torch.profiler.profile(schedule=schedule, on_trace_ready=report)
     profile.start()
     return profile
-
-
-class Usage:
-    """Measures how a loop uses its device."""
-
-    def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
-        self.start_loop()
-
-    def start_loop(self) -> None:
-        self.start = time.perf_counter()
-        self.waits = []  # for batches: when each began, and when it ended
-
-    def seconds(self) -> float:
-        """Return for how long this loop has run."""
-        return time.perf_counter() - self.start
-
-    def now(self):
-        """Return the time at which the device has done all that it was given."""
-        if not self.on_gpu:
-            return time.perf_counter()
-        # The CPU runs ahead of the GPU: the GPU notes the time when it comes here.
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def shares(self) -> dict[str, float]:
-        """Return the shares of this loop's time, and of the memory, to be logged."""
-        shares = {"usage/waiting for data": self._seconds_waited() / self.seconds()}
-        if self.on_gpu:
-            free, total = torch.cuda.mem_get_info()
-            shares["usage/memory in use"] = 1 - free / total
-        return shares
-
-    def _seconds_waited(self) -> float:
-        if not self.on_gpu:
-            return sum(end - begin for begin, end in self.waits)
-        torch.cuda.synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in self.waits) / 1000
 
 
 def describe_speed(speed: dict[str, float]) -> str:

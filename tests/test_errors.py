@@ -196,15 +196,14 @@ def test_nobody_at_master_addr(jobs):
 
 
 def test_rank_never_comes(jobs, tmp_path):
-    """The other gives up: c10d would look for rank 0 twice, the watch ends that."""
+    """The other one does not wait for c10d's half an hour: the watch ends it."""
     command = (
         "srun --kill-on-bad-exit=1 bash -c '[ $SLURM_PROCID = {} ] && exec sleep 1000; "
         "exec uv run --no-sync python main.py --synthetic --timeout=2'"
     )
-    where = r"\(cpu:0\) cannot join the others at MASTER_ADDR=node1, MASTER_PORT=\d+: "
     expected = [
-        "rank 1 on node2 has not begun to train after 12 s: another rank ",
-        f"rank 0 of 2 on node1 {where}.*1/2 cl",
+        f"{rank} has not begun to train after 12 s: another rank or its node is gone"
+        for rank in ("rank 1 on node2", "rank 0 on node1")
     ]
     ids = [
         # What the watch ends leaves a folder of multiprocessing's there.
@@ -214,8 +213,8 @@ def test_rank_never_comes(jobs, tmp_path):
     for job, message in zip(ids, expected, strict=True):
         result = jobs.wait(job, timeout=90)
         assert result.state == "FAILED" and "Traceback" not in result.output, result
-        said = result.find("^(?:main.py: )?error: .*")
-        assert len(said) == 1 and re.search(message, said[0]), result
+        (said,) = result.find("^error: (.*)")
+        assert said.startswith(message), result
 
 
 def test_a_rank_dies(jobs):

@@ -36,7 +36,7 @@ from torchvision.io import decode_image
 SCRIPT = REPOSITORY / "imagenet" / "prepare_data.py"
 import prepare_data  # noqa: E402
 from archives import DEVKIT, HOST, TRAIN, VAL, StagingError  # noqa: E402
-from data import BadImage, Images, Synthetic, decode, list_tree  # noqa: E402
+from data import Images, Synthetic, decode, list_tree  # noqa: E402
 
 # pytest shows all warnings.
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding")
@@ -126,7 +126,7 @@ def check(drawn, data_dir, same_bytes=True) -> None:
             assert images.labels[i] == classes.index(class_name)
             assert images.name(i).endswith(f"{split}/{class_name}/{name}")
             if same_bytes:
-                assert images.read_bytes(i).numpy().tobytes() == content, name
+                assert images.read_bytes(i) == content, name
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +233,7 @@ def test_val_in_class_folders(imagenet, damaged, data_dir):
     check(imagenet, data_dir)
     renamed = {name.replace("00000007", "00000013"): files[name] for name in files}
     (damaged / VAL).write_bytes(tar_bytes(renamed))
-    message = f"{VAL} has .*00000008.JPEG in the place of image 7"
+    message = f"{VAL} has 11 images, and {DEVKIT} says 12"
     refused(damaged, data_dir.with_name("other"), message)
 
 
@@ -655,7 +655,7 @@ def test_damaged_image(imagenet, damaged, data_dir):
     run(damaged, data_dir)
     images = Images(data_dir, "train")
     place = f"{data_dir}/{TRAIN}: train/n00000003/{name} on {HOST}: "
-    with pytest.raises(BadImage, match=rf"^cannot decode image {place}.*\Z"):
+    with pytest.raises(StagingError, match=rf"^cannot decode image {place}.*\Z"):
         images.read(16)
 
 
@@ -700,8 +700,9 @@ def test_kinds_of_png():
     for image in [grey, *others]:
         file = io.BytesIO()
         image.save(file, "PNG")
-        content = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        meant = decode_image(content, "RGB")
+        content = file.getvalue()
+        pixels = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        meant = decode_image(pixels, "RGB")
         scale = 2 ** (8 * meant.element_size() - 8)
         assert torch.equal(decode(content), (meant.int() // scale).byte()), image.mode
 

@@ -74,7 +74,9 @@ def main() -> None:
             def turn() -> None:
                 batches = example.training_batches(loader, run, device)
                 example.train(ddp_model, coordinator, watch.batches(batches))
-                run.start_epoch(run.epoch + 1)
+                run.epoch += 1
+                run.step = 0
+                run.metrics.zero_()
 
             return turn
 

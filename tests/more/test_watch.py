@@ -404,13 +404,14 @@ def measure_usage(folder: Path) -> dict[str, float]:
     for load_for, work_for in ((0.2, 0), (0.05, 0.05)):
         for _ in watching.batches(load(load_for)):
             time.sleep(work_for)
-    usage = watching.usage.shares()
+    speed = watching.speed(1)
     watching.close()
-    return usage
+    return speed
 
 
 def test_usage(tmp_path):
     """Only the waits for the last loop's batches count."""
-    (usage,) = run_ranks(1, measure_usage, tmp_path)
+    (speed,) = run_ranks(1, measure_usage, tmp_path)
     # Other jobs of this machine make either sleep longer. There is no GPU.
-    assert usage == {"usage/waiting for data": pytest.approx(0.5, abs=0.2)}
+    assert speed.keys() == {"images/s", "usage/waiting for data"}
+    assert speed["usage/waiting for data"] == pytest.approx(0.5, abs=0.2)
