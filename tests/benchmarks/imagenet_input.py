@@ -55,7 +55,7 @@ def main() -> None:
         }
         loader = usual_loader(tree, args)
         example.set_ranks()
-        device = example.setup_distributed(timeout=60)
+        device = example.setup_distributed()
         run = example.Run(*5 * [None], {}, args.batch_size)
 
         def one_by_one():

@@ -49,7 +49,7 @@ def main() -> None:
             "--save-minutes=86400",
         )
         example.set_ranks()
-        device = example.setup_distributed(settings.timeout)
+        device = example.setup_distributed()
         of_no_run = Mock(scheduler=Mock(last_epoch=0))
         watch = example.Watch(scratch, device, settings, of_no_run)
         classes, steps = len(staged.images.classes), len(staged) // args.batch_size
