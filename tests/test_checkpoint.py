@@ -18,10 +18,11 @@ import sys
 import tempfile
 import time
 import zipfile
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -218,24 +219,19 @@ def test_the_last_ones_are_kept(tmp_path, rank0):
     assert is_from(load(tmp_path), 1000, 1_000_000)
 
 
-def test_the_best_one_stays(tmp_path, rank0):
-    """best.pt outlives its file, and torch.load reads it."""
+def test_all_of_a_run_comes_back(tmp_path, rank0):
+    """best.pt outlives its file, and torch.load reads it.
+
+    After a stop, too, it is the best one of the whole run.
+    """
     with opened(tmp_path, keep=1) as (checkpoints, _):
         run = draw(1, 1)
+        run.metrics += torch.tensor([0.5, 3, 4])
         for run.epoch, accuracy in [(1, 0.3), (2, 0.5), (3, 0.4)]:
             checkpoints.save(run)
             checkpoints.save_if_best(run, accuracy)
     assert names(tmp_path) == ["best.pt", *files((3, 1))]
     assert is_from(torch.load(tmp_path / "best.pt", weights_only=True), 2, 1)
-
-
-def test_all_of_a_run_comes_back(tmp_path, rank0):
-    """After a stop, too, best.pt is the best one of the whole run."""
-    with opened(tmp_path) as (checkpoints, _):
-        run = draw(3, 5)
-        run.metrics += torch.tensor([0.5, 3, 4])
-        checkpoints.save_if_best(run, 0.5)
-        checkpoints.save(run)
     resumed = draw(1, 1)
     with opened(tmp_path) as (checkpoints, state):
         resumed.load_state_dict(state)
@@ -555,33 +551,6 @@ def test_full_disk(tmp_path, rank0):
 # When to save and to stop
 
 
-class Noted:
-    """Stands for the checkpoints and the watch: it notes what is saved and logged.
-
-    Rank 0 has taken so many steps a second.
-    """
-
-    def __init__(self, speed: float, saved_at: float):
-        self.speed = 0 if dist.get_rank() else speed * dist.get_world_size()
-        self.saved_at, self.saved, self.logged = saved_at, [], {}
-        self.hangs = self.tracker = self
-
-    def steps_per_second(self) -> float:
-        return self.speed
-
-    def paused(self):
-        return nullcontext()
-
-    def save(self, run) -> None:
-        self.saved.append(run.step)
-
-    def save_if_best(self, run, accuracy: float) -> None:
-        self.best = accuracy
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.logged[step] = values
-
-
 def take_steps(
     steps=50, speed=99, loss=1.0, asked=0, saved_at=math.inf, save_steps=10**6
 ) -> tuple[list[int], list[int], str]:
@@ -591,12 +560,17 @@ def take_steps(
     and is asked to stop in that step.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    noted = Noted(speed, saved_at)
+    saved, logged = [], {}
+    checkpoints, watch = MagicMock(saved_at=saved_at), MagicMock()
+    checkpoints.save = lambda run: saved.append(run.step)
+    watch.tracker.log = logged.__setitem__
+    # Rank 0 has taken so many steps a second.
+    watch.steps_per_second.return_value = 0 if rank else speed * ranks
     run = draw(1, 0)
     run.recipe, run.global_batch_size = {"samples": 8 * steps + 7}, 8
     run.scheduler = SimpleNamespace(last_epoch=0)
     args = SimpleNamespace(save_steps=save_steps, save_minutes=1)
-    coordinator = checkpoint.Coordinator(run, noted, noted, args)
+    coordinator = checkpoint.Coordinator(run, checkpoints, watch, args)
     checkpoint.catch_stop_signals()
     metrics, end = torch.zeros(3, dtype=torch.float64), ""
     try:
@@ -607,16 +581,17 @@ def take_steps(
             coordinator.after_step(metrics)
     except (checkpoint.RunError, checkpoint.StopRequested) as error:
         end = repr(error)
-    assert run.step == run.scheduler.last_epoch == max(noted.logged, default=1)
+    assert run.step == run.scheduler.last_epoch == max(logged, default=1)
     assert run.metrics[2] == 4 * ranks * run.step
-    for values in noted.logged.values():
+    for values in logged.values():
         assert values["train/accuracy"] == (ranks - 1) / (4 * ranks)
         assert values["train/loss"] == (1 + (ranks - 1) * loss) / ranks
     if not end:
         coordinator.end_epoch({"valid/accuracy": 0.5})
-        assert noted.best == 0.5 and noted.logged[steps] == {"valid/accuracy": 0.5}
+        checkpoints.save_if_best.assert_called_once_with(run, 0.5)
+        assert logged[steps] == {"valid/accuracy": 0.5}
         assert (run.epoch, run.step, run.metrics.sum()) == (2, 0, 0)
-    return list(noted.logged), noted.saved, end
+    return list(logged), saved, end
 
 
 def take_steps_of(cases: list[dict]) -> list[tuple]:
