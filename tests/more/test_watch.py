@@ -39,21 +39,21 @@ watch = importlib.import_module("watch")
 # Processes
 
 
-def start_ranks(log: Path, world_size: int, work, *args) -> Started:
-    """Start ranks that run `work(*args)` in a process group."""
-    job = (log, world_size, tempfile.mkdtemp(dir=log.parent), work, args)
+def start_ranks(folder: Path, world_size: int, work, *args) -> Started:
+    """Start ranks that run `work(folder, *args)` in a process group."""
+    log = folder / "log"
+    job = (log, world_size, tempfile.mkdtemp(dir=folder), work, (folder, *args))
     return Started(log, run_logged, [(rank, *job) for rank in range(world_size)])
 
 
-def end_with_the_first(ranks: Started) -> str:
-    """Kill all when the first one has ended, as srun does, and return the log."""
-    sentinels = [process.sentinel for process in ranks.processes]
-    multiprocessing.connection.wait(sentinels, timeout=60)
-    statuses = {process.exitcode for process in ranks.processes} - {None}
-    for process in ranks.processes:
-        process.kill()
-    assert statuses == {1}, ranks.text()
-    return ranks.text()
+def end_with_the_first(*ranks) -> str:
+    """Start ranks; kill all when one has ended, as srun does, and return the log."""
+    with start_ranks(*ranks) as started:
+        sentinels = [process.sentinel for process in started.processes]
+        multiprocessing.connection.wait(sentinels, timeout=60)
+        statuses = {process.exitcode for process in started.processes} - {None}
+    assert statuses == {1}, started.text()
+    return started.text()
 
 
 def run_logged(rank: int, log: Path, *job) -> None:
@@ -86,7 +86,7 @@ def sleep_for_ever(*_) -> None:
         time.sleep(1)
 
 
-def train_and_hang(fault: str, culprit: int, folder: Path) -> None:
+def train_and_hang(folder: Path, fault: str, culprit: int) -> None:
     """Train; at one step the culprit does what `fault` says."""
     mine = culprit == dist.get_rank()
 
@@ -133,9 +133,7 @@ def find_hanging(text: str) -> dict[int, list[str]]:
 
 def test_sleeping_rank(tmp_path):
     """All ranks show their stacks and end. They tell which one sleeps in forward()."""
-    arguments = ("forward", 2, tmp_path)
-    with start_ranks(tmp_path / "log", 3, train_and_hang, *arguments) as ranks:
-        text = end_with_the_first(ranks)
+    text = end_with_the_first(tmp_path, 3, train_and_hang, "forward", 2)
     hanging = find_hanging(text)
     assert set(hanging) == {0, 1, 2}, text
     for rank, (doing, stacks) in hanging.items():
@@ -152,9 +150,7 @@ def test_stopped_rank(fault, culprit, tmp_path):
 
     While it saves, that is no slow disk.
     """
-    arguments = (fault, culprit, tmp_path)
-    with start_ranks(tmp_path / "log", 3, train_and_hang, *arguments) as ranks:
-        text = end_with_the_first(ranks)
+    text = end_with_the_first(tmp_path, 3, train_and_hang, fault, culprit)
     named = re.findall(r"^error: rank (\d) on (\S+) does not", text, re.MULTILINE)
     # Rank 0 names the others, and the others name rank 0.
     assert named == [(str(culprit), HOST)] * (2 if culprit == 0 else 1), text
@@ -196,14 +192,14 @@ def work_slowly(folder: Path) -> None:
 
 def test_slow_training(tmp_path):
     """Nothing that is slow, and moves or is expected to take long, is a hang."""
-    with start_ranks(tmp_path / "log", 2, work_slowly, tmp_path) as ranks:
+    with start_ranks(tmp_path, 2, work_slowly) as ranks:
         assert (ranks.join(), ranks.text()) == ([0, 0], "")
 
 
 def train_without_gloo(folder: Path) -> None:
     if dist.get_rank() == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
-    train_and_hang("loading", 1, folder)
+    train_and_hang(folder, "loading", 1)
 
 
 def test_no_gloo_group(tmp_path):
@@ -211,8 +207,7 @@ def test_no_gloo_group(tmp_path):
 
     The rank that waits for its data says so.
     """
-    with start_ranks(tmp_path / "log", 2, train_without_gloo, tmp_path) as ranks:
-        text = end_with_the_first(ranks)
+    text = end_with_the_first(tmp_path, 2, train_without_gloo)
     (warning,) = re.findall("^warning: .*", text, re.MULTILINE)
     assert "a rank that is stopped will not be named" in warning
     hanging = {rank: doing for rank, (doing, _) in find_hanging(text).items()}
@@ -266,11 +261,11 @@ def test_killed_and_resumed(tmp_path):
     """A job killed anywhere and resumed earlier has every step once in its metrics."""
     done = tmp_path / "checkpoint"
     for goal in (0, 40, 41, 150):
-        with start_ranks(tmp_path / f"log {goal}", 1, track, tmp_path, 10**6) as ranks:
+        with start_ranks(tmp_path, 1, track, 10**6) as ranks:
             while not done.exists() or int(done.read_text()) < goal:
                 assert ranks.processes[0].is_alive(), ranks.text()
     last = int(done.read_text()) + 20
-    with start_ranks(tmp_path / "log", 2, track, tmp_path, last) as ranks:
+    with start_ranks(tmp_path, 2, track, last) as ranks:
         assert (ranks.join(), ranks.text()) == ([0, 0], "")
     right = {step: 1 / step for step in range(1, last + 1)}
     assert read_tensorboard(tmp_path) == pytest.approx(right)
@@ -289,7 +284,7 @@ def train_without_space(folder: Path) -> None:
 
 def test_nowhere_to_write(tmp_path):
     """Without a place for its metrics a training goes on, after one warning."""
-    with start_ranks(tmp_path / "log", 1, train_without_space, tmp_path) as ranks:
+    with start_ranks(tmp_path, 1, train_without_space) as ranks:
         assert ranks.join() == [0], ranks.text()
         text = ranks.text()
     # TensorBoard's thread ends with a traceback, which may begin on the same line.
