@@ -103,26 +103,22 @@ def test_broken_driver(jobs, folder, driver):
     assert_failed(on_cpu, "^main.py: error: a step takes 9999 samples ", times=1)
 
 
-def test_more_tasks_than_gpus(jobs):
-    flags = [*TWO_TASKS, "--gpus-per-node=1"]
-    result = sbatch(jobs, "multi_node", *flags, "job.sh", *SYNTHETIC)
-    assert_failed(
-        result,
-        "^main.py: error: local rank 1 on node1 has no GPU to itself: "
-        "there are 1; ask for more --gpus-per-node, or for fewer tasks$",
-    )
-
-
 @pytest.mark.parametrize(
     "folder, flags, message",
     [
         ("single_gpu", TWO_TASKS, f"main.py: error: {ONE_TASK.format(2)}"),
         ("single_gpu", TWO_NODES, "job.sh: error: use multi_node"),
         ("multi_gpu", TWO_NODES, "job.sh: error: use multi_node"),
+        (
+            "multi_node",
+            [*TWO_TASKS, "--gpus-per-node=1"],
+            "main.py: error: local rank 1 on node1 has no GPU to itself: "
+            "there are 1; ask for more --gpus-per-node, or for fewer tasks",
+        ),
     ],
 )
 def test_too_many_tasks(jobs, folder, flags, message):
-    """Each would train the same."""
+    """Each would train the same, or share a GPU."""
     result = sbatch(jobs, folder, *flags, "job.sh", *SYNTHETIC)
     assert_failed(result, f"^{message}$")
 
@@ -142,11 +138,40 @@ def test_not_what_job_sh_is_for(jobs):
         assert result.find("^job.sh: .* ENVIRONMENT: use sbatch$"), result
 
 
-def test_multi_gpu_on_two_nodes_of_salloc(jobs):
-    """Its ranks would look for one another on a node each."""
-    result = salloc(jobs, "multi_gpu", *TWO_NODES, "srun", *MAIN)
-    message = "this example is for one node: for several, use multi_node"
-    assert_failed(result, f"^main.py: error: {message}$")
+# In place of a container, which has no scontrol.
+NO_SCONTROL = 'PATH=$(dirname "$(command -v uv)"):/tmp; exec "$@"'
+# Rank 1's node does not know rank 0's.
+NO_NAME = """[ $SLURM_PROCID = 0 ] || { grep -v node1 /etc/hosts > /tmp/hosts
+    mount --bind /tmp/hosts /etc/hosts; rm /tmp/hosts; }; exec "$@" """
+JOIN = "cannot join the others at MASTER_ADDR"
+NOBODY = {"MASTER_ADDR": "192.0.2.1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+@pytest.mark.parametrize(
+    "folder, script, env, message",
+    [
+        # Its ranks would look for one another on a node each.
+        ("multi_gpu", 'exec "$@"', {}, "this example is for one node: .* multi_node$"),
+        (
+            "multi_node",
+            NO_SCONTROL,
+            {},
+            "scontrol fails, as in a container: export MASTER_ADDR, rank 0's node$",
+        ),
+        # A rank says so itself, and soon. The end of rank 0 is everyone's.
+        (
+            "multi_node",
+            NO_NAME,
+            {"MASTER_ADDR": "node1"},
+            rf"rank 1 of 2 on node2 .* {JOIN}=node1, .*Errno",
+        ),
+        ("multi_node", 'exec "$@"', NOBODY, f"rank 0 of 2 .* {JOIN}=192.0.2.1,"),
+    ],
+)
+def test_two_nodes_of_salloc(jobs, folder, script, env, message):
+    srun = ["srun", "--kill-on-bad-exit=1", "unshare", "--mount", "bash", "-c", script]
+    result = salloc(jobs, folder, *TWO_NODES, *srun, "bash", *MAIN, **env)
+    assert_failed(result, f"^main.py: error: {message}", times=1 if env else 0)
 
 
 @pytest.mark.parametrize("folder", ["multi_node", "imagenet"])
@@ -181,20 +206,6 @@ def test_wrong_interface_or_port(jobs, variable, value, reason):
     assert "Traceback" not in result.output, result
 
 
-def test_nobody_at_master_addr(jobs):
-    """Rank 0 notices at once that it cannot be found there; its end is everyone's."""
-    address = jobs.cluster.address("node1").rpartition(".")[0] + ".99"
-    srun = ["srun", "--kill-on-bad-exit=1", *MAIN]
-    env = {"MASTER_ADDR": address, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    result = salloc(jobs, "multi_node", *TWO_NODES, *srun, **env)
-    assert_failed(
-        result,
-        "^main.py: error: rank 0 of 2 .* cannot join the others "
-        f"at MASTER_ADDR={address},",
-        times=1,
-    )
-
-
 def test_rank_never_comes(jobs, tmp_path):
     """The other one does not wait for c10d's half an hour: the watch ends it."""
     command = (
@@ -225,23 +236,3 @@ def test_a_rank_dies(jobs):
     os.kill(jobs.pid("node2", "main.py"), signal.SIGKILL)
     result = jobs.wait(job, timeout=30)
     assert result.state == "FAILED", result
-
-
-def test_name_not_resolved(jobs):
-    """The rank that cannot resolve MASTER_ADDR says so itself, and soon."""
-    script = """[ $SLURM_PROCID = 0 ] || { grep -v node1 /etc/hosts > /tmp/hosts
-        mount --bind /tmp/hosts /etc/hosts; rm /tmp/hosts; }; exec "$@" """
-    srun = ["srun", "--kill-on-bad-exit=1", "unshare", "--mount", "bash", "-c", script]
-    command = [*TWO_NODES, *srun, "bash", *MAIN]
-    result = salloc(jobs, "multi_node", *command, MASTER_ADDR="node1")
-    message = "^main.py: error: rank 1 of 2 on node2 .* cannot join .*=node1, .*Errno"
-    assert_failed(result, message, times=1)
-
-
-def test_no_scontrol(jobs):
-    """In a container under salloc, main.py cannot ask for the first node."""
-    script = 'PATH=$(dirname "$(command -v uv)"):/tmp; exec "$@"'
-    command = ["srun", "--kill-on-bad-exit=1", "bash", "-c", script, "bash", *MAIN]
-    result = salloc(jobs, "multi_node", *TWO_NODES, *command)
-    message = "scontrol fails, as in a container: export MASTER_ADDR, rank 0's node"
-    assert_failed(result, f"^main.py: error: {message}$")
