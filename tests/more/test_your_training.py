@@ -1,16 +1,15 @@
 """docs/your_training: the script before, and after it as jobs of multi_node."""
 
 import contextlib
-import os
 import re
 import shutil
-import subprocess
 import sys
 from itertools import chain
 
 import pytest
 import torch
-from slurm_jobs import REPOSITORY, Jobs, Result, call, stop
+from slurm_jobs import REPOSITORY, Jobs, Result, stop
+from test_readme import changed_lines
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler, TensorDataset
@@ -29,18 +28,19 @@ def losses(text: str, processes: int) -> dict[int, float]:
     return {int(epoch): float(loss) for epoch, loss in found}
 
 
-def expected(world_size: int, rate: float | None = None) -> list[float]:
-    """Train without DDP, on what all ranks take in each step together."""
+def train_alone(world_size: int, build) -> list[float]:
+    """Train in this process, on what all ranks take in each step together.
+
+    `build` returns a model and its optimizer. Return each epoch's loss.
+    """
     torch.manual_seed(0)
     points = torch.rand(16384, 2)
     targets = (points.square().sum(1) < 0.64).long()
-    dataset = TensorDataset(points, targets)
+    dataset = TensorDataset(points)
     samplers = [
         DistributedSampler(dataset, world_size, rank) for rank in range(world_size)
     ]
-    model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
-    rate = rate or 0.05 * world_size
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    model, optimizer = build()
     averages = []
     for epoch in range(5):
         for sampler in samplers:
@@ -55,6 +55,17 @@ def expected(world_size: int, rate: float | None = None) -> list[float]:
             total += loss.item() * len(batch)
         averages.append(total / 16384)
     return averages
+
+
+def expected(world_size: int, rate: float | None = None) -> list[float]:
+    """Return the losses of the page's script, without DDP."""
+
+    def build() -> tuple:
+        model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
+        learning_rate = rate or 0.05 * world_size
+        return model, torch.optim.SGD(model.parameters(), learning_rate, momentum=0.9)
+
+    return train_alone(world_size, build)
 
 
 def listing(first_words: str) -> str:
@@ -82,13 +93,12 @@ def together(jobs: Jobs, project) -> Result:
     return jobs.sbatch(project, *FLAGS.split(), "job.sh", CIFAR10_ARCHIVE="")
 
 
-def test_your_training(project, together):
+def test_your_training(jobs, project, together):
     """A rank's step is a share of what one process computes; old weights fit."""
-    outside = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     models = {}
     for name in ("before.py", "main.py"):
         (project / "model.pt").rename(project / "other.pt")
-        output = call([sys.executable, name], cwd=project, env=outside).output
+        output = jobs.run([sys.executable, name], project).output
         models[name] = torch.load(project / "model.pt", weights_only=True)
         models["job"] = models.get("job") or torch.load(project / "other.pt")
         if name == "before.py":
@@ -155,10 +165,7 @@ def test_the_page_counts_lines_as_git_does():
     counted = re.findall(r"<(\S+)>`__ has (\d+) new\slines and lacks (\d+)", PAGE)
     assert len(counted) == 2
     old = "your_training/before.py"
-    for new, added, removed in counted:
-        command = ["git", "diff", "--no-index", "--numstat", old, new]
-        stat = subprocess.run(
-            command, cwd=REPOSITORY / "docs", capture_output=True, text=True
-        )
-        assert stat.stdout.split()[:2] == [added, removed], stat
+    for new, *numbers in counted:
+        found = changed_lines(f"docs/{old}", f"docs/{new}")
+        assert found == tuple(map(int, numbers)), new
         old = new
