@@ -24,7 +24,7 @@ import os
 import sys
 import time
 
-names = ("SLURMD_NODENAME", "GIT_COMMIT")
+names = ("SLURMD_NODENAME", "GIT_COMMIT", "SLURM_TMPDIR", "MASTER_PORT")
 found = {name: os.environ.get(name) for name in names}
 found |= {"folder": os.getcwd(), "version": "first"}
 found["environment"] = os.path.realpath(sys.prefix)
@@ -199,7 +199,7 @@ def test_everything_reaches_the_job(repository):
 
 
 def test_sbatch_alone_runs_in_place(repository):
-    """As anywhere, so in a job of safe_sbatch."""
+    """As anywhere, so in a job of safe_sbatch, with a folder and port of its own."""
     sbatch = ["sbatch", "--parsable", f"--output={repository.logs}/%j.out", *ONE_TASK]
     then = f'source ./job.sh\ncd "$WORK_DIR"\n{shlex.join([*sbatch, "job.sh"])}\n'
     repository.write("first.sh", f"#!/bin/bash\n{then}")
@@ -209,6 +209,8 @@ def test_sbatch_alone_runs_in_place(repository):
     second = repository.wait(first.find(r"^\d+$")[-1])
     (task,) = tasks(second.output)
     assert second.state == "COMPLETED", second
+    assert task["SLURM_TMPDIR"] == f"{LOCAL}/slurm-job-{second.job}", second
+    assert task["MASTER_PORT"] == str(10000 + int(second.job) % 20000), second
     assert task["folder"] == str(repository.folder), second
     assert task["environment"] == str(repository.root / ".venv"), second
 
@@ -246,31 +248,25 @@ def test_missing_commit(repository):
     assert "\nfatal: " in result.output, result  # what git says
 
 
-@pytest.mark.parametrize(
-    "mount_point, options, message",
-    [
-        # Slurm starts the task in /tmp then.
-        (None, "size=1m", "cannot copy commit {commit} from {root} to {code} on node2"),
-        (
-            LOCAL,
-            "size=4k",
-            "cannot copy commit {commit} from {root} to {code} on node2",
-        ),
-    ],
-    ids=["no repository", "no space"],
-)
-def test_error_on_one_node(repository, mount_point, options, message):
-    commit = repository.head
-    mount_point = mount_point or repository.root
-    repository.on("node2", "mkdir", "-p", mount_point)
-    mount = ["mount", "-t", "tmpfs", "-o", options, "x", mount_point]
+def run_with_disk(repository: Repository, path: Path | str, options: str) -> Result:
+    """Run a job, with a disk of its own there on node2."""
+    repository.on("node2", "mkdir", "-p", path)
+    mount = ["mount", "-t", "tmpfs", "-o", options, "x", path]
     assert repository.on("node2", *mount).exit_code == 0
     try:
-        result = repository.wait(repository.safe_sbatch(*FLAGS, "job.sh"))
+        return repository.wait(repository.safe_sbatch(*FLAGS, "job.sh"))
     finally:
-        assert repository.on("node2", "umount", mount_point).exit_code == 0
-    message = message.format(commit=commit, code=copy(result.job), root=repository.root)
-    assert errors(result) == [message], result
+        assert repository.on("node2", "umount", path).exit_code == 0
+
+
+@pytest.mark.parametrize("what", ["no repository", "no space"])
+def test_error_on_one_node(repository, what):
+    commit, root = repository.head, repository.root
+    # Where there is no repository, Slurm starts the task in /tmp.
+    disks = {"no repository": (root, "size=1m"), "no space": (LOCAL, "size=4k")}
+    result = run_with_disk(repository, *disks[what])
+    there = f"from {root} to {copy(result.job)} on node2"
+    assert errors(result) == [f"cannot copy commit {commit} {there}"], result
 
 
 @pytest.fixture
@@ -331,13 +327,7 @@ def test_nodes_without_internet(repository, index, tmp_path):
 
 def test_disk_that_runs_no_programs(repository):
     """The copy of the code may lie on a disk that is mounted noexec."""
-    repository.on("node2", "mkdir", "-p", LOCAL)
-    mount = ["mount", "-t", "tmpfs", "-o", "noexec", "x", LOCAL]
-    assert repository.on("node2", *mount).exit_code == 0
-    try:
-        result = repository.wait(repository.safe_sbatch(*FLAGS, "job.sh"))
-    finally:
-        assert repository.on("node2", "umount", LOCAL).exit_code == 0
+    result = run_with_disk(repository, LOCAL, "noexec")
     check(repository, result, repository.head, 4)
 
 
