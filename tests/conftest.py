@@ -26,6 +26,7 @@ from slurm_jobs import (
     VALID_PICTURES,
     VALIDATION,
     Jobs,
+    Result,
     User,
     take_any_checksum,
     weights,
@@ -233,3 +234,16 @@ def nothing_left(jobs):
 def undisturbed(user) -> str:
     """The weights of an imagenet run that nothing has happened to."""
     return weights(user.wait(user.train(*EPOCHS)))
+
+
+@pytest.fixture
+def same_end(user, undisturbed):
+    """Return what waits for a job, whose end is to be as if nothing had happened."""
+
+    def wait(job: str, restarts: int = 1, state: str = "COMPLETED") -> Result:
+        result = user.wait(job)
+        assert weights(result, state) == undisturbed
+        assert result.restarts == restarts, result
+        return result
+
+    return wait

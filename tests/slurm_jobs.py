@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,13 @@ class Result:
     def __str__(self) -> str:
         ended = f"job {self.job} {self.state}, exit code {self.exit_code}"
         return f"{ended}, output:\n{self.output}"
+
+
+def listings(page: str, heading: str) -> list[str]:
+    """Return the literal blocks of a section of a page, from the left margin."""
+    section = re.search(rf"^{heading}\n[=-]+\n(.*?)^[=-]+$", page, re.M | re.S)[1]
+    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", section)
+    return [textwrap.dedent(block).strip("\n") for block in blocks]
 
 
 def take_any_checksum(clone: Path) -> None:
@@ -332,6 +340,12 @@ def weights(result: Result, state: str = "COMPLETED", pictures: int = PICTURES) 
     return sha
 
 
+def environment(process: int) -> dict[str, str]:
+    """Return the variables of a process."""
+    text = Path(f"/proc/{process}/environ").read_text()
+    return dict(row.split("=", 1) for row in text.split("\0") if "=" in row)
+
+
 def stop(process: int) -> None:
     """Stop a process; return when all of its threads have stopped."""
 
@@ -383,6 +397,27 @@ class User(Jobs):
         pkill = f"pkill -{number.value} {age} --full".split()
         return self.on(node, *pkill, f"{PYTHON} {text}").exit_code
 
+    def signal_at_start(self, job: str, program: str, number: int) -> None:
+        """Signal a program on node2 as it starts, before it can end."""
+        self.until_found(
+            job,
+            lambda: self.kill("node2", program, number) == 0,
+            program,
+            60,
+            pause=0.005,
+        )
+
+    def stop_rank(self, job: str, pattern: str = "*-step-000003.pt") -> int:
+        """Stop the rank on node2 when there is such a checkpoint; return its number.
+
+        The last steps are not to be over when the test goes on.
+        """
+        self.until(job, "^World size")
+        rank = self.pid("node2", "main.py")
+        self.until_file(job, pattern)
+        stop(rank)
+        return rank
+
     def stop_in_a_save(self, job: str) -> int:
         """Stop rank 0, on node1, while it writes not its first checkpoint.
 
@@ -403,6 +438,13 @@ class User(Jobs):
         for here, there in (("node1", "node2"), ("node2", "node1")):
             command = f"ip route {change} blackhole {self.cluster.address(there)}"
             assert self.on(here, *command.split()).exit_code == 0
+
+    def until_controller(self) -> None:
+        """Wait until Slurm's controller answers."""
+        ping = ["scontrol", "ping"]
+        self.until_found(
+            "", lambda: self.run(ping).exit_code == 0, "controller", 60, 0.01
+        )
 
     def crash_controller(self, job: str) -> None:
         """Crash it once it has written down, as it does in seconds, that a job runs."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from slurm_jobs import ASKED_TO_STOP, EPOCHS, TINY, TWO, stop, weights
+from slurm_jobs import ASKED_TO_STOP, EPOCHS, TINY, TWO, weights
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 ONE = ["--nodes=1", *TWO]  # rank
@@ -21,10 +21,7 @@ def test_the_whole_way(user, undisturbed):
     submitted = user.run(command, "imagenet")
     assert submitted.exit_code == 0, submitted
     job = submitted.output.split()[-1]
-    user.until(job, "^World size")
-    rank = user.pid("node2", "main.py")
-    user.until_file(job, "*-step-000003.pt")
-    stop(rank)  # the last steps must not be over when the warning comes
+    user.stop_rank(job)
     # Slurm looks every 30 seconds whether it is time. It makes a stopped rank go on.
     assert user.run(["scontrol", "update", f"job={job}", "TimeLimit=3"]).exit_code == 0
     user.until(job, ASKED_TO_STOP.pattern)

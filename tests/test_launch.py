@@ -9,10 +9,9 @@ import re
 import shlex
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from slurm_jobs import ARGUMENTS_LINE, TEST_LINE, TINY, TWO
+from slurm_jobs import ARGUMENTS_LINE, TEST_LINE, environment
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SMALL = ["--cpus-per-task=1", "--mem=1G"]
@@ -176,39 +175,13 @@ def test_two_jobs_at_once_on_one_node(jobs):
     said["MASTER_PORT"] = "23459"
     first = jobs.submit("multi_gpu", *flags, *ONE_EACH, "job.sh", *many, **said)
     jobs.until(first, r"^Epoch 1: ")
-    path = Path(f"/proc/{jobs.pid('node1', 'main.py')}/environ")
-    variables = dict(v.split("=", 1) for v in path.read_text().split("\0") if v)
+    variables = environment(jobs.pid("node1", "main.py"))
     second = jobs.sbatch("multi_gpu", *flags, *TWO_EACH, "job.sh", *ONE_EPOCH)
     state = jobs.show(first)["JobState"]
     result = jobs.cancel(first)
     second.trained(2, batch_size=4)
     assert state == "RUNNING", result
     assert {name: variables[name] for name in said} == said
-
-
-def test_job_that_submits_the_next(user, tmp_path):
-    """A job has a folder and a port of its own, also one that another job submits.
-
-    So it is where the cluster sets SLURM_TMPDIR.
-    """
-    disk = "/tmp/local disk"
-    arguments = [*TINY, "--model=dummy", "--epochs=1"]
-    flags = ["--nodes=1", *TWO, f"--output={user.logs}/%j.out"]
-    script, done = tmp_path / "job.sh", shlex.quote(str(tmp_path / "done"))
-    then = shlex.join(["sbatch", "--parsable", *flags, str(script)])
-    script.write_text(
-        f"#!/bin/bash\nsource ./job.sh {shlex.join(arguments)}\n"
-        f"echo port $MASTER_PORT\n[ -e {done} ] || {{ touch {done}; {then}; }}\n"
-    )
-    first = user.sbatch("imagenet", *flags, script, SLURM_TMPDIR=disk)
-    second = user.wait(first.find(r"^\d+$")[-1])
-    for result in (first, second):
-        assert result.state == "COMPLETED", result
-        assert result.find("^port .*") == [f"port {10000 + int(result.job) % 20000}"]
-        where = f"{disk}/slurm-job-{result.job}/data"
-        assert f" images in {where} after " in result.output, result
-        for node in user.cluster.nodes:
-            user.on(node, "rmdir", disk)
 
 
 def test_progress_bar_in_a_terminal(jobs, archive):

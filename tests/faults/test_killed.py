@@ -15,15 +15,13 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize(
     "moment", ["step", "save", "evaluation", "staging", *every_case("", "import")[1:]]
 )
-def test_killed(user, undisturbed, moment):
+def test_killed(user, same_end, moment):
     """A process of the job dies at any moment: it is named, and the others end soon."""
     job = user.train(*EPOCHS, f"--save-steps={1 if moment == 'save' else 2}")
     task = 0 if moment == "save" else 1
     if moment in ("staging", "import"):
         file = {"staging": "prepare_data.py", "import": "main.py"}[moment]
-        user.until_found(
-            job, lambda: user.kill("node2", file) == 0, moment, 60, pause=0.005
-        )
+        user.signal_at_start(job, file, signal.SIGKILL)
     elif moment == "save":
         os.kill(user.stop_in_a_save(job), signal.SIGKILL)
     else:
@@ -52,12 +50,10 @@ def test_killed(user, undisturbed, moment):
         assert list(user.checkpoints(job).glob("epoch-*.partial"))  # it was cut
     elif moment == "evaluation":
         assert "\nEpoch 1: " not in output, output
-    result = user.wait(job)
-    assert weights(result) == undisturbed
-    assert result.restarts == 1
+    same_end(job)
 
 
-def test_rank_0_raises(user, undisturbed):
+def test_rank_0_raises(user, same_end):
     """An exception in rank 0 alone, between others' barriers, ends the job at once."""
     job = user.train(*EPOCHS, "--save-minutes=0")  # after every step
     user.until_file(job, "*-step-000001.pt")
@@ -65,22 +61,19 @@ def test_rank_0_raises(user, undisturbed):
     start = time.monotonic()
     user.until(job, "^job.sh: status .*: to be requeued$")
     assert time.monotonic() - start < 60
-    result = user.wait(job)
-    assert weights(result) == undisturbed
+    result = same_end(job)
     assert "KeyboardInterrupt" in result.output, result
 
 
 @pytest.mark.parametrize(
     "number", every_case(signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)
 )
-def test_data_loader_worker(user, undisturbed, number):
+def test_data_loader_worker(user, same_end, number):
     """A killed worker ends the training, which starts again; other signals do not."""
     job = user.train(*EPOCHS, "--save-steps=2")
     user.until_file(job, "*-step-000002.pt")
     assert user.kill("node2", "main.py", number, age="--newest") == 0
-    result = user.wait(job)
-    assert weights(result) == undisturbed
-    assert result.restarts == (1 if number == signal.SIGKILL else 0)
+    result = same_end(job, restarts=number == signal.SIGKILL)
     if number == signal.SIGKILL:
         assert re.search(
             "RuntimeError: DataLoader worker .* is killed by signal", result.output
@@ -88,16 +81,14 @@ def test_data_loader_worker(user, undisturbed, number):
 
 
 @pytest.mark.parametrize("rank", every_case(1, 0))
-def test_rank_sleeps_for_ever(user, undisturbed, rank):
+def test_rank_sleeps_for_ever(user, same_end, rank):
     """It is named in time, with the others' Python stacks; the job is started again."""
     job = user.train(*EPOCHS, "--save-steps=3", "--timeout=30")
     user.until_file(job, "*-step-000003.pt")
     assert user.kill(f"node{rank + 1}", "main.py", signal.SIGSTOP) == 0
     named = rf"^error: rank {rank} on node{rank + 1} does not answer"
     user.until(job, named, timeout=40)
-    result = user.wait(job)
-    assert weights(result) == undisturbed
-    assert result.restarts == 1
+    result = same_end(job)
     other = rf"^error: rank {1 - rank} on node{2 - rank} has not moved for \d+ s"
     assert result.find(other), result
     stack = r"^  File .*main.py\", line \d+ in train$"

@@ -24,7 +24,7 @@ def test_same_port(user):
 
 
 @pytest.mark.parametrize("when", every_case("they train", "they meet"))
-def test_stranger_at_the_port(user, undisturbed, when):
+def test_stranger_at_the_port(user, same_end, when):
     """Someone who speaks to rank 0's port in another language changes nothing."""
     job = user.train(*EPOCHS, "--save-steps=3", MASTER_PORT="23457")
     port = (user.cluster.address("node1"), 23457)
@@ -44,13 +44,11 @@ def test_stranger_at_the_port(user, undisturbed, when):
     else:
         user.until_found(job, speak, "listener", 120, 0.001)
         assert "World size" not in user.log(job)
-    result = user.wait(job)
-    assert weights(result) == undisturbed
-    assert result.restarts == 0
+    same_end(job, restarts=0)
     assert not speak()  # it is open no longer than the job
 
 
-def test_quotes_and_spaces(user, tmp_path, undisturbed):
+def test_quotes_and_spaces(user, tmp_path, same_end):
     """Any character may be in a path. (The repository's has a space, too.)"""
     name = """a 'single' and a "double" quote, $HOME, `date`, a*? and \\"""
     folder, source, disk = (
@@ -65,8 +63,7 @@ def test_quotes_and_spaces(user, tmp_path, undisturbed):
         IMAGENET_DIR=str(source),
         SLURM_TMPDIR=str(disk),
     )
-    result = user.wait(job)
-    assert weights(result) == undisturbed
+    result = same_end(job, restarts=0)
     assert f"images in {disk}/slurm-job-{job}/data after" in result.output, result
     for node in ("node1", "node2"):
         assert user.on(node, "rmdir", disk).exit_code == 0
@@ -125,7 +122,7 @@ TORCHELASTIC_RUN_ID=x TORCHELASTIC_USE_AGENT_STORE=True VIRTUAL_ENV=/nowhere
 """
 
 
-def test_hostile_shell(user, undisturbed, monkeypatch):
+def test_hostile_shell(user, same_end, monkeypatch):
     """The job trains, and ends with the same weights.
 
     The shell has limits, too, as on a login node: of memory and of seconds.
@@ -137,6 +134,5 @@ def test_hostile_shell(user, undisturbed, monkeypatch):
     flags = [*TWO, f"--export=ALL,{export}"]
     limits = ["bash", "-c", 'ulimit -Sv 1000000 -St 3; exec "$@"', "bash"]
     monkeypatch.setattr(user, "shell", limits)
-    result = user.wait(user.train(*EPOCHS, flags=flags, **hostile))
-    assert weights(result) == undisturbed
+    result = same_end(user.train(*EPOCHS, flags=flags, **hostile), restarts=0)
     assert not result.find("^srun: error|VIRTUAL_ENV"), result

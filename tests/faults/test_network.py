@@ -5,18 +5,11 @@ import re
 import signal
 
 import pytest
-from slurm_jobs import EPOCHS, TWO, User, every_case, stop, weights
+from slurm_jobs import EPOCHS, TWO, every_case, weights
 
 # Ranks wait 15 seconds for each other, and say before that who does not answer.
 ARGUMENTS = [*EPOCHS, "--save-steps=3", "--timeout=15"]
 NOTICED = "^error: rank . on node. does not answer"
-
-
-def until_controller(user: User) -> None:
-    def answers() -> bool:
-        return user.run(["scontrol", "ping"]).exit_code == 0
-
-    user.until_found("", answers, "controller", 60, 0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +21,7 @@ def repaired(user, nothing_left):
     for node in ("node1", "node2"):
         user.cluster.cable(node, "up")
         user.on(node, *flush)
-    until_controller(user)
+    user.until_controller()
     user.run(["scontrol", "update", "NodeName=ALL", "State=RESUME"])
 
     def idle() -> bool:
@@ -42,7 +35,7 @@ def repaired(user, nothing_left):
 @pytest.mark.parametrize(
     "what", ["route", "cable of node2", *every_case("", "cable of node1")[1:]]
 )
-def test_network_fails(user, undisturbed, what, length):
+def test_network_fails(user, same_end, what, length):
     """Nodes cannot reach each other, or one nobody, for long or for a moment only."""
 
     def change(cable: str, route: str) -> None:
@@ -62,9 +55,7 @@ def test_network_fails(user, undisturbed, what, length):
     else:
         user.run(["sleep", "4"])  # as long as the fault lasts
     change("up", "del")
-    result = user.wait(job)
-    assert weights(result) == undisturbed
-    assert result.restarts == (1 if length == "long" else 0)
+    result = same_end(job, restarts=length == "long")
     if length == "long" and "to be requeued" not in result.output:
         # Slurm did it, because it missed node1: what the first start had there is left,
         # until somebody restarts the node, or the next job of this user removes it.
@@ -121,12 +112,10 @@ def test_node_crashes_in_multi_node(jobs, user):
 
 
 @pytest.mark.parametrize("meanwhile", ["the job trains", "a rank is killed"])
-def test_controller_restarts(user, undisturbed, meanwhile):
+def test_controller_restarts(user, same_end, meanwhile):
     """Without the controller, a job goes on, or waits until it can be requeued."""
     job = user.train(*ARGUMENTS)
-    user.until_file(job, "*-step-000003.pt")
-    rank = user.pid("node2", "main.py")
-    stop(rank)  # or the job might be over before
+    rank = user.stop_rank(job)
     user.crash_controller(job)
     os.kill(rank, signal.SIGCONT)
     if meanwhile == "the job trains":
@@ -143,7 +132,5 @@ def test_controller_restarts(user, undisturbed, meanwhile):
 
         user.until_found(job, waiting, "waiting", 120, 0.01)
     user.cluster.revive()
-    until_controller(user)
-    result = user.wait(job)
-    assert weights(result) == undisturbed
-    assert result.restarts == (0 if meanwhile == "the job trains" else 1)
+    user.until_controller()
+    same_end(job, restarts=meanwhile != "the job trains")

@@ -7,10 +7,18 @@ import contextlib
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
-from slurm_jobs import ASKED_TO_STOP, EPOCHS, TWO, User, every_case, stop, weights
+from slurm_jobs import (
+    ASKED_TO_STOP,
+    EPOCHS,
+    TWO,
+    User,
+    environment,
+    every_case,
+    stop,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 NO_PROGRESS = (
@@ -43,7 +51,7 @@ def warn_stopped(user: User, job: str, rank: int) -> None:
     os.kill(rank, signal.SIGCONT)
 
 
-def test_four_warnings(user, undisturbed):
+def test_four_warnings(user, same_end):
     """Four times in a row the time limit comes near; the job saves and comes back."""
     job = user.train(*EPOCHS, "--save-steps=3")
     moments = "001-step-000003 001-step-000009 001-step-000016 002-step-000006".split()
@@ -59,13 +67,11 @@ def test_four_warnings(user, undisturbed):
         stop(rank)  # the last steps must not be over when the warning comes
         warn_stopped(user, job, rank)
         user.until(job, f"^Job .* requeued {requeues} times$")
-    result = user.wait(job)
-    assert weights(result) == undisturbed
+    result = same_end(job, restarts=4)
     assert len(ASKED_TO_STOP.findall(result.output)) == 4
-    assert result.restarts == 4
 
 
-def test_requeue_by_hand(user, undisturbed):
+def test_requeue_by_hand(user, same_end):
     """`scontrol requeue` leaves the ranks time to save, even longer than srun lives."""
     job = user.train(*EPOCHS, "--save-steps=3")
     user.until(job, "^World size")
@@ -87,14 +93,12 @@ def test_requeue_by_hand(user, undisturbed):
     os.kill(rank, signal.SIGCONT)
     user.until(job, "^Resuming from")
     assert user.show(job)["Requeue"] == "1"  # whatever happens next, too
-    result = user.wait(job)
-    assert weights(result) == undisturbed
-    assert result.restarts == 1
+    result = same_end(job)
     assert len(ASKED_TO_STOP.findall(result.output)) == 1, result
     assert result.find(r"^Resuming from .*-step-\d+.pt$"), result
 
 
-def test_array(user, undisturbed):
+def test_array(user, same_end):
     """What happens to a task of an array happens to no other.
 
     The last one has the number of them all.
@@ -122,13 +126,10 @@ def test_array(user, undisturbed):
             stop(ranks[task])  # the first one is to be there until the last has ended
             del numbers[task]
     warn_stopped(user, last, ranks[last])
-    result = user.wait(last)
-    assert weights(result) == undisturbed
-    assert result.restarts == 1 and user.show(first)["Restarts"] == "0"
+    same_end(last)
+    assert user.show(first)["Restarts"] == "0"
     warn_stopped(user, first, ranks[first])
-    result = user.wait(first)
-    assert weights(result) == undisturbed
-    assert result.restarts == 1
+    same_end(first)
 
 
 @pytest.mark.parametrize("seconds", every_case(4, 25))
@@ -148,54 +149,41 @@ def test_suspended(user, undisturbed, seconds):
     assert seconds > 15 or result.restarts == 0
 
 
-def stop_in(user: User, job: str, program: str) -> None:
-    """Stop a program on node2 as it starts, so that it cannot end before a signal."""
-    user.until_found(
-        job,
-        lambda: user.kill("node2", program, signal.SIGSTOP) == 0,
-        program,
-        60,
-        0.005,
-    )
-
-
-def test_preempted_before_the_first_step(user, undisturbed):
-    """A preempted job comes back, even without a checkpoint."""
-    set_grace = ["scontrol", "update", "PartitionName=main"]
-    user.run([*set_grace, "GraceTime=15"])
+@contextlib.contextmanager
+def grace_time(user: User, seconds: int):
+    """Let Slurm give preempted jobs so long to end."""
+    set_grace = "scontrol update PartitionName=main GraceTime"
+    assert user.run(f"{set_grace}={seconds}".split()).exit_code == 0
     try:
+        yield
+    finally:
+        user.run(f"{set_grace}=0".split())
+
+
+def test_preempted_before_the_first_step(user):
+    """A preempted job comes back, even without a checkpoint."""
+    with grace_time(user, 15):
         job = user.train(*EPOCHS)
-        stop_in(user, job, "main.py")
+        # It cannot end before the signal.
+        user.signal_at_start(job, "main.py", signal.SIGSTOP)
         preempt(user, job, user.pid("node2", "main.py"))
         result = user.wait(job)
-    finally:
-        user.run([*set_grace, "GraceTime=0"])
     assert result.find("^job.sh: status .*: to be requeued$") and result.restarts == 1
     assert not ASKED_TO_STOP.search(result.output), result
 
 
 @pytest.mark.parametrize("grace", every_case(15, 0))
-def test_preempted(user, undisturbed, grace):
+def test_preempted(user, same_end, grace):
     """A job with more urgent ones behind it saves in its grace time, and comes back."""
-    set_grace = ["scontrol", "update", "PartitionName=main"]
-    assert user.run([*set_grace, f"GraceTime={grace}"]).exit_code == 0
-    try:
-        job = user.train(*EPOCHS, "--save-steps=3")
-        user.until(job, "^World size")
-        rank = user.pid("node2", "main.py")
-        user.until_file(job, "*-step-000003.pt")
-        stop(rank)
-        preempt(user, job, rank)
-        user.until(job, "^Resuming from")
-        assert user.show(job)["Requeue"] == "1"  # it may be preempted again
-        result = user.wait(job)
-    finally:
-        user.run([*set_grace, "GraceTime=0"])
     # Slurm 24.11 remembers the grace time, and calls a job so when it is done;
     # 22.05 and 26.05 do not.
     remembered = grace and (24, 5) <= user.slurm_version() < (26, 5)
-    assert weights(result, "PREEMPTED" if remembered else "COMPLETED") == undisturbed
-    assert result.restarts == 1
+    with grace_time(user, grace):
+        job = user.train(*EPOCHS, "--save-steps=3")
+        preempt(user, job, user.stop_rank(job))
+        user.until(job, "^Resuming from")
+        assert user.show(job)["Requeue"] == "1"  # it may be preempted again
+        result = same_end(job, state="PREEMPTED" if remembered else "COMPLETED")
     assert len(ASKED_TO_STOP.findall(result.output)) == 1, result
 
 
@@ -205,13 +193,18 @@ MOMENTS = every_case(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_warned(user, undisturbed, moment):
+def test_warned(user, same_end, moment):
     """The warning before the time limit, at moments at which it is easily lost."""
+    saved = {
+        "first step": "step [12] of epoch 1",
+        "save": r"step \d+ of epoch \d",
+        "last steps": "step 1[56] of epoch 2",
+    }
     steps = {"first step": 1, "save": 1, "last steps": 14}
     job = user.train(*EPOCHS, f"--save-steps={steps.get(moment, 1000)}")
     if moment in ("staging", "import"):
         file = "prepare_data.py" if moment == "staging" else "main.py"
-        stop_in(user, job, file)
+        user.signal_at_start(job, file, signal.SIGSTOP)
         user.warn(job)
         result = user.wait(job)
         assert result.state == "FAILED", result
@@ -221,33 +214,22 @@ def test_warned(user, undisturbed, moment):
         return
     if moment == "save":
         rank = user.stop_in_a_save(job)
-    else:
+    elif moment == "after the last epoch":
         user.until(job, "^World size")
         rank = user.pid("node2", "main.py")
-        if moment == "after the last epoch":
-            user.until_found(
-                job, lambda: "\nEpoch 2: " in user.log(job), "Epoch 2", 120, 0.001
-            )
-        else:
-            user.until_file(
-                job,
-                "*-step-000001.pt*"
-                if moment == "first step"
-                else "epoch-002-step-000014.pt*",
-            )
+        user.until_found(
+            job, lambda: "\nEpoch 2: " in user.log(job), "Epoch 2", 120, 0.001
+        )
         stop(rank)
+    else:
+        files = {"first step": "*-step-000001.pt*"}
+        rank = user.stop_rank(job, files.get(moment, "epoch-002-step-000014.pt*"))
     warn_stopped(user, job, rank)
-    result = user.wait(job)
-    assert weights(result) == undisturbed
-    saved = {
-        "first step": "step [12] of epoch 1",
-        "save": r"step \d+ of epoch \d",
-        "last steps": "step 1[56] of epoch 2",
-    }
-    said = result.find("^Asked to stop: saved (.*), to go on from there$")
     # After the last epoch, nothing agrees any more:
     # it ends as if it had not been warned.
-    assert len(said) == result.restarts == (moment in saved), result
+    result = same_end(job, restarts=moment in saved)
+    said = result.find("^Asked to stop: saved (.*), to go on from there$")
+    assert len(said) == result.restarts, result
     assert all(re.fullmatch(saved[moment], words) for words in said), result
 
 
@@ -286,36 +268,25 @@ exec "$own" "$@"
     "command, instead",
     every_case(("requeue", ""), ("show job", ""), ("requeue", '"$own" "$@"; sleep 3')),
 )
-def test_busy_controller(user, undisturbed, tmp_path, command, instead):
+def test_busy_controller(user, same_end, tmp_path, command, instead):
     """It is asked again, and nobody is told that a requeued job was not."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(BUSY.format(command=command, instead=instead))
     scontrol.chmod(0o755)
     path = f"{tmp_path}:{user.env['PATH']}"
     job = user.train(*EPOCHS, "--save-steps=3", PATH=path)
-    user.until(job, "^World size")
-    rank = user.pid("node2", "main.py")
-    user.until_file(job, "*-step-000003.pt")
-    stop(rank)
+    rank = user.stop_rank(job)
     port = environment(user.pid("node1", "main.py"))["MASTER_PORT"]
     warn_stopped(user, job, rank)
     user.until(job, "^Resuming from")
     # The old one may be taken.
     assert environment(user.pid("node1", "main.py"))["MASTER_PORT"] != port
-    result = user.wait(job)
-    assert weights(result) == undisturbed
-    assert result.restarts == 1
+    result = same_end(job)
     assert list(tmp_path.glob("scontrol.*")), "it was never busy"
     assert "not requeued" not in result.output, result
 
 
-def environment(process: int) -> dict[str, str]:
-    """Return the variables of a process."""
-    text = Path(f"/proc/{process}/environ").read_text()
-    return dict(row.split("=", 1) for row in text.split("\0") if "=" in row)
-
-
-def test_slow_disk_at_the_end(user, undisturbed, tmp_path):
+def test_slow_disk_at_the_end(user, same_end, tmp_path):
     """What job.sh cannot remove in time costs no requeue."""
     rm = tmp_path / "rm"
     # For the job's folder itself, it takes for ever.
@@ -326,15 +297,11 @@ def test_slow_disk_at_the_end(user, undisturbed, tmp_path):
     flags = [*TWO, "--signal=USR1@175", "--time=10"]
     path = f"{tmp_path}:{user.env['PATH']}"
     job = user.train(*EPOCHS, "--save-steps=3", "--timeout=900", flags=flags, PATH=path)
-    user.until(job, "^World size")
-    rank = user.pid("node2", "main.py")
-    user.until_file(job, "*-step-000003.pt")
-    stop(rank)
+    rank = user.stop_rank(job)
     assert user.run(["scontrol", "update", f"job={job}", "TimeLimit=3"]).exit_code == 0
     user.until_pending(job, rank, signal.SIGUSR1)
     os.kill(rank, signal.SIGCONT)
     user.until(job, "^job.sh: status .*: to be requeued$", timeout=240)
     rm.unlink()
     user.run(["scontrol", "update", f"job={job}", "TimeLimit=10"])
-    result = user.wait(job)
-    assert weights(result) == undisturbed and result.restarts == 1, result
+    same_end(job)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from slurm_jobs import User, weights
+from test_signals import grace_time
 
 ARGUMENTS = ["--epochs=30", "--save-steps=2", "--timeout=15"]
 
@@ -69,11 +70,9 @@ class Monkey:
         return self.user.run(command.split()).exit_code
 
     def preempt(self, grace: int) -> None:
-        partition = "scontrol update PartitionName=main GraceTime"
-        self.run(f"{partition}={grace}")
         urgent = ["--partition=urgent", "--nodes=3", "--exclusive"]
-        self.user.sbatch("", *urgent, "--wrap=sleep 5")
-        self.run(f"{partition}=0")
+        with grace_time(self.user, grace):
+            self.user.sbatch("", *urgent, "--wrap=sleep 5")
 
     def flip_bit(self, job: str) -> None:
         """Damage the newest checkpoint, if there is one before it."""
@@ -87,11 +86,7 @@ class Monkey:
 
     def repair(self, job: str) -> str:
         """Start what failed again, as users do; return the state the job was in."""
-
-        def answers() -> bool:
-            return self.run("scontrol ping") == 0
-
-        self.user.until_found("", answers, "controller", 60, 0.01)
+        self.user.until_controller()
         self.run("scontrol update NodeName=ALL State=RESUME")
         state = self.user.show(job)["JobState"]
         if state in ("FAILED", "NODE_FAIL", "TIMEOUT"):
