@@ -6,25 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_jobs import REPOSITORY, call
+from slurm_jobs import REPOSITORY, call, listings
 
+PAGE = (REPOSITORY / "README.rst").read_text()
 # Times, and what a network learns, which differs a little from processor to processor.
 MEASURED = re.compile(
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|\d+\.\d{3}\b|\d+\.\d\d%|\d+(?= images/s)"
 )
 
 
-def listings(heading: str) -> list[str]:
-    """Return the literal blocks of a section, from the left margin."""
-    page = (REPOSITORY / "README.rst").read_text()
-    section = re.search(rf"^{heading}\n=+\n(.*?)^=+$", page, re.M | re.S)[1]
-    blocks = re.findall(r"::\n\n((?:    .*\n)+)", section)
-    return [re.sub("^    ", "", block, flags=re.M).strip() for block in blocks]
-
-
 def test_try_it_here(clone, tmp_path):
     """Without uv at first: the lines that install it end with the one for others."""
-    with_uv, without_uv, shown = listings("Try it here")
+    with_uv, without_uv, shown = listings(PAGE, "Try it here")
     assert without_uv.endswith(f"\n{with_uv}")
     env = os.environ | {"HOME": str(tmp_path)}
     # uv's and pip's caches and settings stay those of this user.
@@ -58,7 +51,7 @@ def test_a_clone_on_windows(clone, tmp_path):
 @pytest.mark.usefixtures("nothing_left")
 def test_your_first_job(jobs):
     """squeue shows a job that runs, and one that waits for its node, as on the page."""
-    _, submit, shown, look, _ = listings("Your first job")
+    _, submit, shown, look, _ = listings(PAGE, "Your first job")
     assert submit.splitlines()[0] == "uv sync --locked"  # the fixture has done so
     sbatch = submit.splitlines()[1].split()[1:]
     command, header, *rows = (line.split() for line in shown.splitlines())

@@ -2,16 +2,17 @@
 
 import re
 import shlex
+import shutil
 import subprocess
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
-from slurm_jobs import REPOSITORY, TINY, TWO
+from slurm_jobs import IMAGENET_EPOCH_LINE, REPOSITORY, TINY, TWO, listings
 
 PAGE = (REPOSITORY / "imagenet" / "README.rst").read_text()
 RELIABILITY = (REPOSITORY / "docs" / "reliability.rst").read_text()
+AFTER = (REPOSITORY / "docs" / "after_a_job.rst").read_text()
 # What is smaller here: the model, and a node with one rank, one GPU and one CPU.
 SMALLER = {
     "--ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 --mem=64G": " ".join(TWO),
@@ -20,14 +21,6 @@ SMALLER = {
     "OMP_NUM_THREADS=8": "OMP_NUM_THREADS=1",
     "--workers 8": "--workers 1",
 }
-
-
-def listings(heading: str) -> list[str]:
-    """Return the literal blocks of a section of the page."""
-    section = PAGE.split(f"\n{heading}\n---")[1]
-    section = re.split(r"\n(?:---|===)", section)[0]
-    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", section)
-    return [textwrap.dedent(block).strip("\n") for block in blocks]
 
 
 def joined(listing: str) -> str:
@@ -57,9 +50,9 @@ def test_an_allocation_and_torchrun(user, tmp_path):
     """
     train = f"main.py {' '.join(TINY)}"
     data = {"/datasets/imagenet": user.env["IMAGENET_DIR"]}
-    (allocation,) = listings("In an allocation")
+    (allocation,) = listings(PAGE, "In an allocation")
     allocation = make_smaller(allocation, data | {"main.py": f"{train} --epochs=1"})
-    (torchrun,) = listings("With torchrun")
+    (torchrun,) = listings(PAGE, "With torchrun")
     torchrun = make_smaller(torchrun, {"main.py": f"{train} --epochs=12"})
     sync, salloc, *inside, remove = joined(allocation).splitlines()
     assert (sync, salloc.split()[0]) == ("uv sync --locked", "salloc")
@@ -156,18 +149,20 @@ def test_torchrun_elastic(user, tmp_path):
 def test_a_sweep(user):
     """Each task trains with its line of the file, and with the common arguments.
 
-    With --synthetic, in the file, too, none stages ImageNet.
+    With --synthetic, in the file, too, none stages ImageNet. The command of
+    docs/after_a_job.rst lists them, the best one first.
     """
-    (sweep,) = [text for text in listings("Many runs") if "cat sweep.txt" in text]
+    (sweep,) = [text for text in listings(PAGE, "Many runs") if "cat sweep.txt" in text]
     _, *lines, command = sweep.splitlines()
     assert command.startswith("$ ./safe_sbatch --array=1-3 job.sh @sweep.txt ")
     flags = f"--nodes=1 {' '.join(TWO)} --parsable --output={user.logs}/%A_%a.out"
-    small = "--limit-train-samples=10 --limit-valid-samples=10"
+    small = "--limit-train-samples=40 --limit-valid-samples=40"
     command = command.removeprefix("$ ").replace("sbatch", f"sbatch {flags}")
-    command = command.replace("--epochs 50", f"--epochs 1 {small} {' '.join(TINY)}")
+    command = command.replace("--epochs 50", f"--epochs 3 {small} {' '.join(TINY)}")
     git = ["git", "-c", "user.name=tests", "-c", "user.email=tests"]
     file = user.clone / "imagenet" / "sweep.txt"
     file.write_text("".join(f"{line} --synthetic\n" for line in lines))
+    shutil.copy(file, user.logs)
     try:
         for words in (["add", file], ["commit", "-qm", "Add a sweep"]):
             assert user.run([*git, *words]).exit_code == 0
@@ -185,6 +180,19 @@ def test_a_sweep(user):
     assert trained == [[settings] for settings in expected], results
     for result in results:
         assert result.state == "COMPLETED" and "staged" not in result.output, result
+    best = []
+    for result, line in zip(results, lines, strict=True):
+        accuracies = [found[4] for found in IMAGENET_EPOCH_LINE.findall(result.output)]
+        assert len(accuracies) == 3, result
+        best.append(
+            f"{max(accuracies, key=float)}% {result.job}.out {line} --synthetic"
+        )
+    awk = re.search(r"^    awk (.*\n)+?.*\| sort -rn$", AFTER, re.MULTILINE)[0]
+    awk = f"cd {shlex.quote(str(user.logs))}; {awk.replace('slurm-28', array)}"
+    listed = user.run(["bash", "-euc", awk]).output.splitlines()
+    assert sorted(listed) == sorted(best)
+    rates = [float(line.split("%")[0]) for line in listed]
+    assert rates == sorted(rates, reverse=True)
 
 
 def test_the_tests_that_reliability_names():
