@@ -239,11 +239,7 @@ class Cluster:
 
         Its processes, its network and its disk are gone.
         """
-        host_process = int((self.state / f"{host}.pid").read_text())
-        with_pidfd = os.pidfd_open(host_process)
-        os.kill(host_process, signal.SIGKILL)
-        select.select([with_pidfd], [], [])
-        os.close(with_pidfd)
+        self.end(host, signal.SIGKILL)
 
     def revive(self) -> None:
         """Start the hosts that have crashed; return when their daemons run."""
@@ -267,9 +263,12 @@ class Cluster:
 
     def stop(self) -> None:
         """Stop the cluster; return when all of it is gone."""
-        pid = int((self.state / "supervisor.pid").read_text())
-        with_pidfd = os.pidfd_open(pid)
-        signal.pidfd_send_signal(with_pidfd, signal.SIGTERM)
+        self.end("supervisor", signal.SIGTERM)
+
+    def end(self, name: str, number: signal.Signals) -> None:
+        """Signal one of its processes; return when that has ended."""
+        with_pidfd = os.pidfd_open(int((self.state / f"{name}.pid").read_text()))
+        signal.pidfd_send_signal(with_pidfd, number)
         select.select([with_pidfd], [], [])
         os.close(with_pidfd)
 
