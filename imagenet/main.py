@@ -343,7 +343,7 @@ def parts(run: Run, model, images: Tensor, labels: Tensor):
 
 
 def measure(metrics: Tensor, logits: Tensor, labels: Tensor) -> None:
-    """Add a part to the metrics: its losses without label smoothing."""
+    """Add images to the metrics: their losses without label smoothing."""
     # These sums stay on the GPU: to read one, the CPU would wait for the GPU.
     metrics[0] += F.cross_entropy(logits.float(), labels, reduction="sum")
     metrics[1] += (logits.argmax(1) == labels).sum()
