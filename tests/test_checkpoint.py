@@ -690,3 +690,6 @@ def test_commit(tmp_path, monkeypatch):
     # As safe_sbatch does, whose tree this would be a copy of.
     monkeypatch.setenv("GIT_COMMIT", "f" * 40)
     assert checkpoint.find_commit() == "f" * 40
+    # The other ranks say nothing of it, and ask git nothing.
+    monkeypatch.setenv("RANK", "1")
+    assert checkpoint.find_commit() == ""
