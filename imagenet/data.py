@@ -50,11 +50,12 @@ class Images:
     def __init__(self, data_dir: Path, split: str):
         self.data_dir, self.split = Path(data_dir), split
         self.archive = None  # an open file, unless each image is a file
-        staged = self.data_dir / "staged.json"
-        if staged.exists():
+        index = self.data_dir / f"{split}.npy"
+        staged = self.data_dir / "index.json"  # a tree may have its own
+        if index.exists() and staged.exists():
             found = json.loads(staged.read_text())
             self.classes = found["classes"]
-            self.index = np.load(self.data_dir / f"{split}.npy", mmap_mode="r")
+            self.index = np.load(index, mmap_mode="r")
             if not found["extract"]:
                 self.archive = open(self.data_dir / found["archives"][split], "rb")
         else:

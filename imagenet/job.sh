@@ -79,7 +79,7 @@ rm -f "$GOT_FURTHER"
 remove_data() {
     # The index goes first: without it, nobody takes what is left for the whole data. Where a
     # node is missing, this one removes its own, and srun tries again.
-    on_each_node --overlap --immediate=10 rm -rf "$SLURM_TMPDIR/data/staged.json" "$SLURM_TMPDIR" ||
+    on_each_node --overlap --immediate=10 rm -rf "$SLURM_TMPDIR/data/index.json" "$SLURM_TMPDIR" ||
         ! rm -rf "$SLURM_TMPDIR"
 }
 export -f on_each_node remove_data

@@ -95,7 +95,7 @@ def stage(args: argparse.Namespace) -> None:
             wanted["classes"], indices = archives.make_index(images)
             for split, index in indices.items():
                 np.save(folder / f"{split}.npy", index)
-            (folder / "staged.json").write_text(json.dumps(wanted))
+            (folder / "index.json").write_text(json.dumps(wanted))
             # If nodes share this disk, another one may have been faster.
             if not is_staged(data_dir, wanted):
                 folder.rename(data_dir)
@@ -142,8 +142,8 @@ def is_staged(data_dir: Path, wanted: dict) -> bool:
     if not any(data_dir.glob("*")):
         return False
     try:
-        found = json.loads((data_dir / "staged.json").read_text())
-    except (OSError, ValueError):  # there is none, or the node went down meanwhile
+        found = dict(json.loads((data_dir / "index.json").read_text()))
+    except (OSError, TypeError, ValueError):  # none, another's, or the node went down
         found = {}
     if not wanted.items() <= found.items():
         raise StagingError(

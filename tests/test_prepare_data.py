@@ -182,7 +182,9 @@ def test_every_layout_in_every_form(layout, tmp_path):
     # The tree is the usual one, and is read without the index, too.
     extracted = stage("extracted", "--extract")
     check(drawn, extracted)
-    (extracted / "staged.json").unlink()
+    for name in ("index.json", "train.npy", "val.npy"):
+        (extracted / name).unlink()
+        check(drawn, extracted)
     (extracted / "index.json").write_text("[]")  # somebody's own
     check(drawn, extracted)
     # What is small enough is neither enlarged nor compressed a second time.
@@ -317,10 +319,11 @@ def test_something_else_is_there(imagenet, damaged, data_dir):
     message = f"{data_dir} on {HOST}: it has something else in it"
     mine = data_dir / "mine"
     data_dir.mkdir(parents=True)
-    mine.touch()
-    refused(imagenet.source, data_dir, message)
-    mine.unlink()
-    hook = at("staged.json", mine.touch)
+    for name in ("mine", "index.json"):
+        (data_dir / name).write_text("[]")
+        refused(imagenet.source, data_dir, message)
+        (data_dir / name).unlink()
+    hook = at("index.json", mine.touch)
     output = run(imagenet.source, data_dir, hook=hook, exit_code=1)
     assert message in output, output
     assert contents(data_dir.parent) == {"data", "data/mine"}
