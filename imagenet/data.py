@@ -77,7 +77,7 @@ class Images:
         digest.update(self.index["label"].tobytes())
         for i in range(0, len(self), len(self) // 100 + 1):
             with self.naming(i):
-                digest.update(self.read_bytes(i))
+                digest.update(self.read_bytes(i).numpy())
         return digest.hexdigest()
 
     def name(self, i: int) -> str:
@@ -104,12 +104,12 @@ class Images:
         with self.naming(i):
             return decode(self.read_bytes(i))
 
-    def read_bytes(self, i: int) -> bytes:
+    def read_bytes(self, i: int) -> Tensor:
         """Return an image as it is in its file, or was before a zip deflated it."""
         if not self.archive:
-            return Path(self.name(i)).read_bytes()
+            return torch.from_numpy(np.fromfile(self.name(i), np.uint8))
         _, name, *place = self.index[i].tolist()
-        return archives.read_member(self.archive, Member(name, *place))
+        return as_tensor(archives.read_member(self.archive, Member(name, *place)))
 
 
 @functools.cache  # for both splits
@@ -124,16 +124,21 @@ def list_tree(data_dir: Path) -> tuple[list[str], dict[str, np.ndarray]]:
     return archives.make_index(archives.list_tree(data_dir))
 
 
-def decode(data: bytes) -> Tensor:
+def as_tensor(data: bytes) -> Tensor:
+    """Return bytes as a tensor. It is a copy: PyTorch warns of read-only memory."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def decode(data: Tensor) -> Tensor:
     """Return an image's pixels: RGB, uint8, of shape (3, height, width)."""
-    if not data.startswith((b"\xff\xd8\xff", b"\x89PN", b"RIF")):
+    start = data[:3].numpy().tobytes()
+    if start not in (b"\xff\xd8\xff", b"\x89PN", b"RIF"):
         raise ValueError("it is no JPEG, PNG or WebP")
-    if not data.startswith(b"\x89PN"):
-        # A copy, which can be written to: PyTorch would warn of the bytes themselves.
-        return decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), "RGB")
+    if start != b"\x89PN":
+        return decode_image(data, "RGB")
     # A damaged PNG may crash torchvision, and with it this process. Pillow raises, and
     # verify() looks at the checksums.
-    file = io.BytesIO(data)
+    file = io.BytesIO(data.numpy())
     Image.open(file).verify()
     image = Image.open(file)
     if image.mode == "I;16":  # of these 16 bits, convert() would take the lower ones
@@ -143,7 +148,7 @@ def decode(data: bytes) -> Tensor:
 
 def shrink(data: bytes, side: int) -> bytes:
     """Return a JPEG whose shorter side is `side`, or the image if it is no larger."""
-    pixels = decode(data)
+    pixels = decode(as_tensor(data))
     if min(pixels.shape[1:]) <= side:
         return data
     pixels = v2.functional.resize(pixels, [side])

@@ -67,7 +67,7 @@ def read(data_dir: Path) -> dict[str, bytes]:
         for i, name in enumerate(images.index["name"].tolist()):
             assert images.classes[images.labels[i]] == name.decode().split("/")[0]
             with images.naming(i):
-                data = images.read_bytes(i)
+                data = images.read_bytes(i).numpy().tobytes()
             found[f"{split}/{name.decode()}"] = data
     return found
 
