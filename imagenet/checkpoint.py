@@ -440,5 +440,4 @@ def settle_buckets(model: nn.parallel.DistributedDataParallel, image_size: int) 
     image = torch.zeros(1, 3, image_size, image_size, device=model.device)
     # With --compile, this must not compile the model for a single image.
     with torch.compiler.set_stance("force_eager"):
-        model(image).sum().backward()
-    model.zero_grad()
+        model(image).sum().backward()  # each step begins with zero_grad()

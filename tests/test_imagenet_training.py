@@ -315,9 +315,10 @@ def test_float16(tmp_path):
     resumed = run_to_its_end(tmp_path / "stopped", 2, *arguments, **half)
     told = WEIGHTS_LINE.findall(right.text())
     assert WEIGHTS_LINE.findall(resumed.text()) == told
-    text = run_to_its_end(tmp_path / "float32", 2, *arguments).text()
-    warning = "warning: this run was in torch.float16, and is in torch.float32\n"
-    assert text.count(warning) == 1 and not errors(text)
+    for before, now, env in (("float16", "float32", {}), ("float32", "float16", half)):
+        text = run_to_its_end(tmp_path / "float32", 2, *arguments, **env).text()
+        warning = f"warning: this run was in torch.{before}, and is in torch.{now}\n"
+        assert text.count(warning) == 1 and not errors(text)
 
 
 def test_evaluation_does_not_depend_on_the_ranks(undisturbed, tmp_path):
