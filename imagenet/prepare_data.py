@@ -222,9 +222,14 @@ def convert(
                 write(image.name, content)
 
     parts = [images[i : i + 200] for i in range(0, len(images), 200)]
-    for number, _ in enumerate(threads.map(convert_some, parts), start=1):
-        if number % (len(parts) // 10 + 1) == 0:
-            say(f"converted {number / len(parts):.0%}")
+    try:
+        for number, _ in enumerate(threads.map(convert_some, parts), start=1):
+            if number % (len(parts) // 10 + 1) == 0:
+                say(f"converted {number / len(parts):.0%}")
+    except BaseException:
+        # What the other threads write to is closed next: let them end before.
+        threads.shutdown(cancel_futures=True)
+        raise
 
 
 def remove_abandoned() -> None:
@@ -237,10 +242,11 @@ def remove_abandoned() -> None:
     # Listed first: a job that starts after squeue may make one.
     disk = Path(os.environ.get("SLURM_TMPDIR", "/tmp/slurm-job-1")).parent
     folders = list(disk.glob("slurm-job-*"))
+    command = ["squeue", "--me", "--noheader", "--all", "--format=%A"]
     # SQUEUE_PARTITION, say, would hide jobs.
-    script = 'unset "${!SQUEUE_@}"; squeue --me --noheader --all --format=%A'
+    env = {name: os.environ[name] for name in os.environ if "SQUEUE_" not in name}
     try:
-        jobs = subprocess.check_output(["bash", "-c", script], text=True).split()
+        jobs = subprocess.check_output(command, env=env, text=True).split()
         if os.environ["SLURM_JOB_ID"] not in jobs:
             return  # without this job, it is no list of the jobs here
         for folder in folders:

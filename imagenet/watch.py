@@ -74,10 +74,10 @@ class Watch:
         """
         if not self.steps:
             return {}
-        rate = self.steps_per_second()
+        seconds = time.perf_counter() - self.start
         speed = {
-            "images/s": rate * images,
-            "usage/waiting for data": self._seconds_waited() * rate / self.steps,
+            "images/s": self.steps * images / seconds,
+            "usage/waiting for data": self._seconds_waited() / seconds,
         }
         if self.on_gpu:
             free, total = torch.cuda.mem_get_info()

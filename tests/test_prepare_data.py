@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,15 @@ from torchvision.io import decode_image
 
 SCRIPT = REPOSITORY / "imagenet" / "prepare_data.py"
 import prepare_data  # noqa: E402
-from archives import DEVKIT, HOST, TRAIN, VAL, StagingError  # noqa: E402
+from archives import (  # noqa: E402
+    DEVKIT,
+    HOST,
+    TRAIN,
+    VAL,
+    Member,
+    Source,
+    StagingError,
+)
 from data import Images, Synthetic, decode, list_tree  # noqa: E402
 
 # pytest shows all warnings.
@@ -636,6 +646,34 @@ def test_damaged_image(imagenet, damaged, data_dir):
     place = f"{data_dir}/{TRAIN}: train/n00000003/{name} on {HOST}: "
     with pytest.raises(StagingError, match=rf"^cannot decode image {place}.*\Z"):
         images.read(16)
+
+
+def test_an_error_waits_for_the_other_threads(tmp_path, monkeypatch):
+    """Or a zip would be closed while they write, and that would be said instead."""
+    monkeypatch.setattr(prepare_data, "threads", ThreadPoolExecutor(2))
+    (tmp_path / "mine").touch()
+    source = Source(tmp_path / "mine", tmp_path / "mine")
+    # The second thread writes. Meanwhile, the first one finds a damaged image.
+    images = [Member("train/a/1.jpg", size=1)] + 200 * [Member("train/a/2.jpg")]
+    writes, failed, early = threading.Event(), threading.Event(), []
+
+    def read_member(file, member) -> bytes:
+        if member.size:
+            assert writes.wait(20)
+            raise ValueError("its bytes are damaged")
+        return b""
+
+    def write(name: str, content: bytes) -> None:
+        writes.set()
+        early.append(failed.wait(0.5))
+
+    monkeypatch.setattr(prepare_data.archives, "read_member", read_member)
+    with pytest.raises(StagingError, match=r"train/a/1.jpg .*damaged"):
+        try:
+            prepare_data.convert(source, images, None, write)
+        finally:
+            failed.set()
+    assert early == [False]
 
 
 def test_no_warning_about_pngs(tmp_path, data_dir):
