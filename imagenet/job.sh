@@ -46,6 +46,7 @@ main() {
     # This warning is for main.py, not for this shell.
     trap : USR1
     trap finish EXIT
+    export -f on_each_node make_folder remove_folder fail
     on_each_node bash -euc make_folder
     if [ -n "$GIT_COMMIT" ]; then use_commit; fi
     type "${python[0]}" &> /dev/null || fail "$(hostname) has no ${python[0]}: uv sync --locked"
@@ -133,9 +134,7 @@ finish() {
     # A controller that has just come back takes some seconds to find its nodes. But the time
     # limit may be near: what is there after a minute is left to your next job.
     for _ in 1 2 3; do
-        if timeout 20 bash -c 'on_each_node --overlap --immediate=10 bash -c remove_folder'; then
-            break
-        fi
+        timeout 20 bash -c 'on_each_node --overlap --immediate=10 bash -c remove_folder' && break
         # Where a node is missing, this one removes its own.
         timeout 20 bash -c remove_folder || true
     done
@@ -166,7 +165,6 @@ show_job() {
         sleep 10
     done
 }
-export -f on_each_node make_folder remove_folder fail
 
 # What guards.
 check_job() {

@@ -31,6 +31,7 @@ main() {
     # scancel or the time limit, it may stay. No other job has made a folder of this name.
     export LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.$RANDOM
     trap 'on_each_node --immediate=30 rm -rf "$LOCAL_JOB_DIR" || rm -rf "$LOCAL_JOB_DIR"' EXIT
+    export -f stage fail
     on_each_node bash -euc stage
 
     # This script runs on the first node. Rank 0 listens there, on a port of the job's own.
@@ -56,7 +57,6 @@ stage() {
     [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" --one-top-level="$LOCAL_JOB_DIR/data" ||
         fail "$(hostname) cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE"
 }
-export -f stage fail
 
 # What guards.
 check_job() {

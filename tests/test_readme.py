@@ -39,9 +39,9 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
     [
         ("single_gpu/main.py", "multi_gpu/main.py", 95, 18),
         ("multi_gpu/main.py", "multi_node/main.py", 20, 10),
-        ("single_gpu/job.sh", "multi_gpu/job.sh", 15, 15),
-        ("multi_gpu/job.sh", "multi_node/job.sh", 15, 15),
-        ("multi_node/job.sh", "multi_node/job_torchrun.sh", 15, 15),
+        ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
+        ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
+        ("multi_node/job.sh", "multi_node/job_torchrun.sh", 18, 10),
         ("multi_node/main.py", "imagenet/main.py", 205, 178),
         ("multi_node/job.sh", "imagenet/job.sh", 116, 21),
         # What is shared with multi_node's changes there, too.

@@ -240,7 +240,7 @@ def test_no_python_on_the_second_node(jobs, copy):
     command = [*flags, f"--chdir={folder}", folder / "job.sh"]
     result = jobs.sbatch("multi_node", *command)
     assert result.state == "FAILED", result
-    missing = r"^slurmstepd: error: execve\(\): \S+/python: No such file"
+    missing = r"^slurmstepd-node2: error: execve\(\): .*/python: No such file"
     assert result.find(missing) and result.find("^srun: error: node2: "), result
     page = (path / "multi_node" / "README.rst").read_text()
     (line,) = re.findall("^    (export UV_PYTHON=.*)$", page, re.MULTILINE)
