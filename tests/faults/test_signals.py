@@ -306,7 +306,7 @@ def test_controller_that_never_answers(user, tmp_path, answers):
     path = f"{tmp_path}:{user.env['PATH']}"
     result = user.wait(user.train("--epochs=0", PATH=path), timeout=90)
     assert (result.state, result.restarts) == ("FAILED", 0), result
-    said = errors(result)
+    said = result.find(r"^job\.sh: error: .*$")
     silent = "job.sh: error: no answer of Slurm's controller in ten minutes"
     assert said.count(silent) == 1, result
     last = "job.sh: error: status 2, and no new checkpoint since this start: not "
