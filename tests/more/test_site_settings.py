@@ -5,6 +5,7 @@ variables that it sets win over what job.sh has exported meanwhile. Here it is w
 variable TASK_PROLOG says, so one cluster is several sites.
 """
 
+import re
 import shlex
 from concurrent.futures import ThreadPoolExecutor
 
@@ -139,3 +140,61 @@ def test_salloc_and_srun(jobs, site):
     for name, result in zip(names, results, strict=True):
         (job,) = result.find("^This is job (.*)$")
         finished(result, name, disk.replace("JOB", job))
+
+
+LONG = f"{SITE}/{'long' * 25}"
+TMPDIRS = ["unset TMPDIR", "export TMPDIR=/nowhere/at/all", f"export TMPDIR={LONG}"]
+
+
+def test_tmpdir(jobs):
+    """None, one that is missing, and one whose path is too long for a socket."""
+    jobs.on("node1", "mkdir", LONG)
+    submitted = []
+    for line in TMPDIRS:
+        flags = [*SMALL, "--nodelist=node1", "--nodes=1", *ONE_EACH]
+        task_prolog = f"echo {line}"
+        job = jobs.submit(
+            "imagenet", *flags, "job.sh", *IMAGENET, TASK_PROLOG=task_prolog
+        )
+        submitted.append(job)
+    for job in submitted:
+        trained(jobs.wait(job), "imagenet", 1)
+    assert jobs.on("node1", "rmdir", LONG).exit_code == 0
+
+
+def refused(result, folder: str) -> None:
+    """Assert that a job has failed in one line of its own before it trained."""
+    assert result.state == "FAILED" and "World size" not in result.output, result
+    said = result.find("^job.sh: error: (.*)$")
+    # imagenet's last line says that it is not requeued.
+    assert said[: 2 if folder == "imagenet" else 1] == said, result
+    assert re.fullmatch("node[34] needs its own local_disk", said[0]), result
+
+
+def test_disk_that_the_nodes_share(jobs, tmp_path):
+    """One line says so, and what others have there stays."""
+    (tmp_path / "another's").touch()
+    task_prolog = f"echo export SLURM_TMPDIR={shlex.quote(str(tmp_path))}"
+    flags = [*SMALL, "--nodelist=node[3-4]", *ONE_EACH]
+    cases = ["multi_node/job.sh", "multi_node/job_torchrun.sh", "imagenet/job.sh"]
+    submitted = []
+    for case in cases:
+        folder, script = case.split("/")
+        command = [*flags, script, "--synthetic"]
+        submitted.append(jobs.submit(folder, *command, TASK_PROLOG=task_prolog))
+    for job, case in zip(submitted, cases, strict=True):
+        refused(jobs.wait(job), case.split("/")[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["another's"]
+
+
+def test_folder_of_another_on_the_second_node(jobs):
+    """Such a folder is refused, and stays as it is. The job's own ones go."""
+    flags = ["--hold", *SMALL, "--nodelist=node[3-4]", *ONE_EACH]
+    job = jobs.submit("imagenet", *flags, "job.sh", "--synthetic")
+    folder = f"/tmp/slurm-job-{job}-cluster"
+    jobs.on("node4", "mkdir", folder)
+    jobs.on("node4", "touch", f"{folder}/another's")
+    assert jobs.run(["scontrol", "release", job]).exit_code == 0
+    refused(jobs.wait(job), "imagenet")
+    assert jobs.on("node4", "ls", folder).output == "another's\n"
+    assert jobs.on("node4", "rm", "-r", folder).exit_code == 0
