@@ -40,8 +40,7 @@ main() {
     # scancel or the time limit, it may stay.
     export LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME
     # main.py makes this file when it saves a checkpoint further than where it started.
-    export GOT_FURTHER=$LOCAL_JOB_DIR/got_further
-    rm -f "$GOT_FURTHER"
+    export GOT_FURTHER=$LOCAL_JOB_DIR/got_further-$RANDOM$RANDOM
     trap 'ended_by_slurm=yes' TERM
     # This warning is for main.py, not for this shell.
     trap : USR1
