@@ -23,7 +23,7 @@ JOB = "/local/slurm-job-7-cluster"
 )
 def test_default(example, variables, folder, tmp_path):
     """job.sh exports LOCAL_JOB_DIR. A job submitted from a job's shell inherits it."""
-    status, text = run(tmp_path, example, "--help", **variables)
+    status, text = run(tmp_path, example, "--help", COLUMNS="200", **variables)
     assert status == 0, text
     (said,) = re.findall(r"--data-dir .*?\(default: (.*?)\)", " ".join(text.split()))
     assert said == f"{folder}/data"

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -85,15 +86,11 @@ def test_full_disk(tmp_path, archive, example, world_size):
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_ranks_wait_for_the_one_that_saves(jobs):
+def test_ranks_wait_for_the_one_that_saves(jobs, archive):
     """`srun --wait` ends tasks that are still there some time after the first one."""
-    command = f"srun --wait=2 {sys.executable} main.py --epochs=1 --batch-size=2"
-    command += " --data-dir=$SLURM_SUBMIT_DIR/../data"
+    command = "srun --wait=2 ../.venv/bin/python main.py --epochs=1 --batch-size=2 "
+    command += shlex.quote(f"--data-dir={archive.parent}")
     flags = [*SMALL, *TWO_EACH, "--nodelist=node1", "--hold"]
-    data = jobs.clone / "data"
-    data.mkdir(exist_ok=True)
-    archive = data / "cifar-10-python.tar.gz"
-    archive.write_bytes(open(jobs.env["CIFAR10_ARCHIVE"], "rb").read())
     job = jobs.submit("multi_gpu", *flags, f"--wrap={command}", OMP_NUM_THREADS="1")
     # Rank 0 waits until somebody reads what it writes.
     weights = jobs.clone / "multi_gpu" / f"model-{job}.pt"
