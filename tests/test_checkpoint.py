@@ -430,13 +430,11 @@ def load_with_little_memory(folder: Path, megabytes: int) -> str:
     return refused(load, folder)
 
 
-@pytest.mark.parametrize("megabytes", [32, 96])
-def test_a_node_without_memory(megabytes, tmp_path, rank0):
-    """To read the file of 64 MB, or to make tensors of it: no fault of the file."""
+def test_a_node_without_memory(tmp_path, rank0):
+    """To map the file of 64 MB: no fault of the file."""
     write(tmp_path, (1, 1), (1, 2, 2**16))
-    (said,) = run_ranks(1, load_with_little_memory, tmp_path, megabytes)
-    assert said.startswith(f"cannot use {tmp_path}: ")
-    assert "Cannot allocate memory" in said
+    (said,) = run_ranks(1, load_with_little_memory, tmp_path, 32)
+    assert said == f"cannot use {tmp_path}: Cannot allocate memory"
     assert names(tmp_path) == files((1, 1), (1, 2))
 
 
@@ -629,7 +627,7 @@ def test_ranks_agree():
     epoch, often, late, (saved, end) = found
     assert epoch == ([500], "")
     assert often == ([7, 14, 15], "")
-    assert late == ([1, 2, 3], "")
+    assert late == ([1, 3], "")
     assert saved == []
     assert "the loss is nan before step 1 of epoch 1: nothing of it is saved" in end
 
