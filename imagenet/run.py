@@ -83,6 +83,13 @@ class Run:
                     f"{self.recipe['model']}: {' '.join(str(error).split())}"
                 ) from error
 
+    def log_weights(self, commit: str) -> None:
+        """Say what came out of which commit: equal weights have an equal SHA-256."""
+        sha = hashlib.sha256()
+        for tensor in self.model.state_dict().values():
+            sha.update(tensor.cpu().numpy().tobytes())
+        logging.info(f"Weights SHA-256 {sha.hexdigest()}, commit {commit}")
+
 
 def get_recipe(
     args: argparse.Namespace, train_set: Dataset, valid_set: Dataset
@@ -122,14 +129,6 @@ def find_commit() -> str:
         script, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
     )
     return environ.get("GIT_COMMIT") or answer.stdout.strip()
-
-
-def log_weights(model: nn.Module, commit: str) -> None:
-    """Say what came out of which commit. The SHA-256 is equal if all weights are."""
-    sha = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        sha.update(tensor.cpu().numpy().tobytes())
-    logging.info(f"Weights SHA-256 {sha.hexdigest()}, commit {commit}")
 
 
 def rebuild_buckets(

@@ -675,7 +675,9 @@ def test_digest(rank0, caplog):
     other.view(torch.uint8)[1, 2, 3, 17] ^= 1
     channels_last = weights.to(memory_format=torch.channels_last)
     for layout in (weights, channels_last, other):
-        run_module.log_weights(nn.ParameterDict({"a": layout}), "c0ffee")
+        run = draw(1, 1)
+        run.model = nn.ParameterDict({"a": layout})
+        run.log_weights("c0ffee")
     first, second, last = caplog.messages
     assert first == second != last
 
