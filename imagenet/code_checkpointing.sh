@@ -3,7 +3,7 @@
 # that commit on every node's own disk, and goes there: what is edited or committed after
 # the submission changes nothing.
 set -euo pipefail
-export code=$SLURM_TMPDIR/code
+export code=$LOCAL_JOB_DIR/code
 code_folder=$code/$(git rev-parse --show-prefix)
 repository=$(git rev-parse --show-toplevel)
 export repository
@@ -14,8 +14,12 @@ IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -ms "$IMAGENET_DIR")}
 
 copy_code() {
     # After a requeue, it may be there.
-    mkdir -p "$code"
-    git -C "$repository" archive "$GIT_COMMIT" | tar -x -C "$code" ||
+    rm -rf "$code"
+    mkdir "$code"
+    # A checkout in all but its .git. git archive would leave files out that .gitattributes
+    # has as export-ignore.
+    GIT_INDEX_FILE=$code/.index git -C "$repository" --work-tree="$code" \
+        read-tree -u --reset --no-sparse-checkout "$GIT_COMMIT" ||
         fail "cannot copy commit $GIT_COMMIT from $repository to $code on $(hostname)"
     # The environment that safe_sbatch has made stays on the shared disk.
     ln -sfn "$repository/.venvs/$(git rev-parse "$GIT_COMMIT:uv.lock")" "$code/.venv"
@@ -24,5 +28,3 @@ copy_code() {
 export -f copy_code
 on_each_node bash -euo pipefail -c copy_code
 cd "$code_folder"
-# uv is to take the copy's environment.
-unset UV_PROJECT_ENVIRONMENT VIRTUAL_ENV

@@ -85,7 +85,7 @@ def test_requeue_by_hand(user, same_end):
     def job_sh_has_ended() -> bool:
         stop(rank)  # Slurm makes it go on, so that it takes the signal to end
         # It may still be saving, with files there.
-        there = user.on("node1", "test", "-d", f"/tmp/slurm-job-{job}")
+        there = user.on("node1", "test", "-d", f"/tmp/slurm-job-{job}-cluster")
         assert there.exit_code == 0, user.log(job)
         return "slurm_script" not in user.cluster.processes("node1")
 
@@ -237,7 +237,7 @@ def test_cancelled_while_it_tidies_up(user):
     """Cancelled after the warning, but before its requeue, a job does not come back."""
     job = user.train("--epochs=99", "--save-steps=3")
     user.until_file(job, "*-step-000003.pt")
-    files = f"mkdir /tmp/slurm-job-{job}/many; cd $_; seq 500000 | xargs touch"
+    files = f"mkdir /tmp/slurm-job-{job}-cluster/many; cd $_; seq 500000 | xargs touch"
     user.on("node2", "bash", "-c", files)
     user.warn(job)
 
@@ -286,11 +286,38 @@ def test_busy_controller(user, same_end, tmp_path, command, instead):
     assert "not requeued" not in result.output, result
 
 
+@pytest.mark.parametrize("answers", every_case(0, 1))
+def test_controller_that_never_answers(user, tmp_path, answers):
+    """A job does not hold its nodes for ever: it ends, and one line says why.
+
+    The controller answers this job never, or only at its start.
+    """
+    scontrol = tmp_path / "scontrol"
+    command = f"""own=$(type -ap scontrol | grep -vF "$0" | head -n 1)
+        echo x >> "$0.calls"
+        [ $(wc -l < "$0.calls") -gt {answers} ] || exec "$own" "$@"
+        echo "slurm_load_jobs error: Access/permission denied" >&2
+        exit 1"""
+    scontrol.write_text(f"#!/bin/bash\n{command}\n")
+    sleep = tmp_path / "sleep"  # job.sh sleeps between its questions
+    sleep.write_text("#!/bin/bash\nexec /bin/sleep 0.01\n")
+    for program in (scontrol, sleep):
+        program.chmod(0o755)
+    path = f"{tmp_path}:{user.env['PATH']}"
+    result = user.wait(user.train("--epochs=0", PATH=path), timeout=90)
+    assert (result.state, result.restarts) == ("FAILED", 0), result
+    said = result.find(r"^job\.sh: error: .*$")
+    silent = "job.sh: error: no answer of Slurm's controller in ten minutes"
+    assert said.count(silent) == 1, result
+    last = "job.sh: error: status 2, and no new checkpoint since this start: not "
+    assert said[-1] == (f"{last}requeued" if answers else silent), result
+
+
 def test_slow_disk_at_the_end(user, same_end, tmp_path):
     """What job.sh cannot remove in time costs no requeue."""
     rm = tmp_path / "rm"
     # For the job's folder itself, it takes for ever.
-    wait = "[[ $* != */slurm-job-+([0-9]) ]] || exec sleep infinity"
+    wait = "[[ $* != */slurm-job-+([0-9])-cluster ]] || exec sleep infinity"
     rm.write_text(f'#!/bin/bash\n{wait}\n/bin/rm "$@"\n')
     rm.chmod(0o755)
     # Slurm warns the job at once when it gets a limit of three minutes.
