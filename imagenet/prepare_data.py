@@ -63,6 +63,7 @@ def main() -> None:
         level=logging.INFO, format=f"{HOST}: %(message)s", stream=sys.stdout
     )
     try:
+        remove_abandoned()
         stage(args)
     except (StagingError, OSError, ValueError, zlib.error) as error:
         sys.exit(
@@ -79,14 +80,14 @@ def stage(args: argparse.Namespace) -> None:
     source = archives.find_source(args.source)
     files = {path.name: path.stat().st_mtime_ns for path in source.paths()}
     wanted = {"files": files, "extract": args.extract, "resize": args.resize}
-    remove_abandoned()
     if is_staged(args.data_dir, wanted):
         return say(f"{args.data_dir} is staged already")
     data_dir = args.data_dir.resolve()
     data_dir.parent.mkdir(parents=True, exist_ok=True)
     # It gets its name when it is whole.
-    prefix = f"{data_dir.name}.unfinished-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=data_dir.parent) as name:
+    with tempfile.TemporaryDirectory(
+        dir=data_dir.parent, prefix=f"{data_dir.name}.unfinished-"
+    ) as name:
         pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
         try:
             folder = Path(name)
