@@ -43,8 +43,8 @@ def load_without_the_folder(folder: Path) -> str:
     return refused(load, folder)
 
 
-def test_a_folder_of_one_node(tmp_path, rank0):
-    write(tmp_path, (1, 1))
+def test_a_folder_of_one_node(tmp_path):
+    run_ranks(1, write, tmp_path, (1, 1))
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
     said = f"not every node has {tmp_path}/{files((1, 1))[0]}: move it to a shared disk"
@@ -60,9 +60,9 @@ def load_and_look(folder: Path, megabytes: int) -> int:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 2**10
 
 
-def test_memory(tmp_path, rank0):
+def test_memory(tmp_path):
     """A rank copies a checkpoint once at most, whoever reads it."""
-    write(tmp_path, (1, 1, 2**18))
+    run_ranks(1, write, tmp_path, (1, 1, 2**18))
     rose = run_ranks(2, load_and_look, tmp_path, 2**8)
     # The file's own pages count, too, which the two ranks share.
     assert all(megabytes < 2.3 * 2**8 for megabytes in rose), rose
