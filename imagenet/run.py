@@ -110,7 +110,7 @@ def get_recipe(
         "fingerprints of the data": [
             part.images.fingerprint for part in (train_set, valid_set)
         ],
-        "draws": "SeedSequence",  # until November 2026, hash()
+        "draws": "by SHA-256",  # until November 2026, by hash()
     }
 
 

@@ -156,9 +156,10 @@ class HangWatch:
         """Give time to what may take long. All ranks enter it: others wait."""
         before = self.may_be_slow
         self.tick(self.doing, may_be_slow=True)
-        faulthandler.cancel_dump_traceback_later()
+        self._set_alarm()
         yield
         self.tick(self.doing, before)
+        self._set_alarm()
 
     def close(self) -> None:
         self.closed.set()
@@ -180,14 +181,16 @@ class HangWatch:
             )
             return None
 
+    def _set_alarm(self) -> None:
+        """End this rank in `timeout` seconds, unless this is called again before."""
+        faulthandler.cancel_dump_traceback_later()
+        if not self.may_be_slow:
+            faulthandler.dump_traceback_later(self.timeout, exit=True)
+
     def _run(self) -> None:
         closing = False
         while not closing:
-            if self.may_be_slow:
-                faulthandler.cancel_dump_traceback_later()
-            else:
-                # This begins again each time that this thread comes here.
-                faulthandler.dump_traceback_later(self.timeout, exit=True)
+            self._set_alarm()
             closing = self.closed.wait(self.timeout / 40)
             if self.group:
                 self._meet(closing)
