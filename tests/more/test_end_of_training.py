@@ -101,7 +101,7 @@ def test_ranks_wait_for_the_one_that_saves(jobs, archive):
     time.sleep(6)
     state = jobs.show(job)["JobState"]
     if state == "RUNNING":
-        saved = pipe.read_bytes()
+        saved = subprocess.check_output(["timeout", "60", "cat", pipe])
     result = jobs.wait(job)
     assert (state, result.state) == ("RUNNING", "COMPLETED"), result
     assert f"Weights: {weights}" in result.output, result
