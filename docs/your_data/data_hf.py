@@ -3,6 +3,7 @@
 import argparse
 import socket
 import sys
+import tempfile
 import warnings
 from os import environ
 
@@ -18,6 +19,10 @@ from torchvision.transforms import v2
 
 # torchvision 0.29 would say at every image that it hands decoding over to torchcodec.
 warnings.filterwarnings("ignore", "The image decoding and encoding capabilities")
+
+# Workers pass their batches on through sockets in TMPDIR, whose paths have a limit.
+if len(tempfile.gettempdir()) > 74:
+    tempfile.tempdir = "/tmp"
 
 SPLITS = ("train", "val", "test")
 SIZE = 32  # pixels
