@@ -101,7 +101,8 @@ def list_images(folder: Path, classes: list[str]) -> list[tuple[str, int]]:
         found = [path for path in paths if is_image(path.name)]
         if not found:
             raise ValueError(f"no image ({', '.join(IMAGES)}) in {folder / name}")
-        images += [(str(path), classes.index(name)) for path in found]
+        label = classes.index(name)
+        images += [(str(path), label) for path in found]
         others += [path.name for path in paths if not is_image(path.name)]
     tell_left_out(folder.name, others)
     return images

@@ -17,11 +17,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from first_aid import user_of
+from own_project import listing
 from slurm_jobs import REPOSITORY, Jobs, Result, stop
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler, TensorDataset
 
+pytest_plugins = ["own_project"]
 FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
 PAGE = (REPOSITORY / "docs" / "your_training.rst").read_text()
 SCRIPTS = REPOSITORY / "docs" / "your_training"
@@ -77,45 +79,14 @@ def expected(world_size: int, rate: float | None = None) -> list[float]:
     return train_alone(world_size, build)
 
 
-def listing(first_words: str) -> str:
-    """Return the page's literal block that begins so."""
-    block = re.search(rf"^    {re.escape(first_words)}.*\n(    .*\n)*", PAGE, re.M)
-    return block[0]
-
-
-@pytest.fixture(scope="session")
-def project(jobs: Jobs, tmp_path_factory):
-    """A project of one's own, typed as on the page, with job.sh of single_gpu."""
-    folder = tmp_path_factory.mktemp("a project")
-    env = {"PYTORCH_ON_SLURM": str(jobs.clone)}
-    typed = listing("uv init") + listing("sed ")
-    result = jobs.run(["bash", "-euc", typed], folder, 600, **env)
-    assert result.exit_code == 0, result
-    (project,) = folder.iterdir()
-    return project
-
-
-def several(jobs: Jobs, project: Path, script: Path) -> Path:
-    """Return a folder in the project, with multi_node's job.sh and a script."""
-    folder = project / script.parent.name
-    folder.mkdir()
-    (folder / ".venv").symlink_to("../.venv")
-    command = listing("sed 's|\\.\\./\\.venv|.venv|' \"$PYTORCH_ON_SLURM/multi_node")
-    result = jobs.run(
-        ["bash", "-euc", command], folder, PYTORCH_ON_SLURM=str(jobs.clone)
-    )
-    assert result.exit_code == 0, result
-    shutil.copy(script, folder / "main.py")
-    return folder
-
-
 @pytest.fixture(scope="module")
-def together(jobs: Jobs, project) -> tuple[Path, Result]:
+def together(jobs: Jobs, several) -> tuple[Path, Result]:
     """The script as a job of four processes on two nodes."""
-    folder = several(jobs, project, SCRIPTS / "main.py")
+    folder = several(SCRIPTS / "main.py")
     return folder, jobs.sbatch(folder, *FLAGS.split(), "job.sh", CIFAR10_ARCHIVE="")
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_one_gpu_first(jobs, project):
     """The script runs as it is, and its log is that of the same script at home."""
     shutil.copy(SCRIPTS / "before.py", project / "main.py")
@@ -144,6 +115,7 @@ def test_your_training(jobs, project, together):
             assert abs(found[epoch] - loss) < 0.002, (found, expected(processes))
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_salloc(jobs, together):
     """srun needs nothing else; without it, the script says so."""
     folder, result = together
@@ -157,11 +129,13 @@ def test_salloc(jobs, together):
     assert losses(output, 4) == losses(result.output, 4), output
 
 
-def test_chain(jobs, project, together):
+@pytest.mark.usefixtures("nothing_left")
+def test_chain(jobs, several, together):
     """A job is killed, the next one goes on, and the last has nothing to do."""
-    folder = several(jobs, project, SCRIPTS / "resume" / "main.py")
+    folder = several(SCRIPTS / "resume" / "main.py")
+    chain_typed = listing("your_training.rst", "job=$(sbatch")
     options = f'{FLAGS} --output="{jobs.logs}/%j.out"'
-    typed = f'sbatch() {{ command sbatch {options} "$@"; }}\n{listing("job=$(sbatch")}'
+    typed = f'sbatch() {{ command sbatch {options} "$@"; }}\n{chain_typed}'
     result = jobs.run(["bash", "-euc", typed], folder, CIFAR10_ARCHIVE="")
     assert result.exit_code == 0, result
     queue = jobs.run(["squeue", "--noheader", "--format=%A", "--sort=i"])
