@@ -109,10 +109,9 @@ choose_arguments() {
         # Windows ends lines with \r, too.
         line=$(tr -d '\r' < "${1#@}" | awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}")
         [ -n "$line" ] || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID: the first is 1"
-        mapfile -t words < <(xargs -n1 printf '%s\n' <<< "$line")
-        # A quote that is not closed ends the job.
-        wait $!
-        arguments=("${words[@]}" "${@:2}")
+        # Read as a shell does it: quotes, ~ and $SCRATCH work there.
+        eval "arguments=($line)"
+        arguments+=("${@:2}")
     elif [ "${SLURM_ARRAY_TASK_ID:-}" ]; then
         # Each task has a seed of its own, unless the arguments name one.
         arguments=(--seed="$SLURM_ARRAY_TASK_ID" "$@")

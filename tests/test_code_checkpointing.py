@@ -368,7 +368,7 @@ def test_arrays(repository):
         (task,) = tasks(result.output)
         assert (result.state, task["GIT_COMMIT"]) == ("COMPLETED", commit), result
         assert task["arguments"] == [*shlex.split(line), *sweep[2:]], result
-    assert errors(torn) == [] and "\nxargs: unmatched single quote" in torn.output
+    assert errors(torn) == [] and "unexpected EOF while looking for" in torn.output
     assert tasks(windows.output)[0]["arguments"][0] == "--name=windows", windows
     for result, line in ((none, 5), (zero, 0)):
         assert errors(result) == [f"sweep.txt has no line {line}: the first is 1"]
