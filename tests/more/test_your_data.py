@@ -358,7 +358,8 @@ def test_kinds_of_files(jobs, several, tmp_path):
         type_in(jobs, project.parent, listing("your_data.rst", words))
     folders = (kinds["data"], kinds["data_hf"], kinds["data_text"])
     write_hugging_face(jobs, project, offline, *folders)
-    patch = REPOSITORY / "docs" / "your_data.rst"
+    (patch,) = re.findall(r"^   (--- data.py\n(?:   .*\n|\n)+)", PAGE, re.MULTILINE)
+    patch = re.sub("^   ", "", patch, flags=re.MULTILINE)
     results = {}
     for name, source in kinds.items():
         archive = tmp_path / f"{name}.tar"
@@ -366,7 +367,7 @@ def test_kinds_of_files(jobs, several, tmp_path):
         code = project / "data.py"
         if name == "data_hf":  # a diff on the page
             shutil.copy(REPOSITORY / FOLDER / "data.py", code)
-            subprocess.run(["patch", "--quiet", code, patch], check=True)
+            subprocess.run(["patch", "--quiet", code], input=patch.encode(), check=True)
         else:
             shutil.copy(REPOSITORY / FOLDER / f"{name}.py", code)
         command = ["job.sh", "--epochs=1", "--batch-size=4"]
