@@ -1,5 +1,6 @@
 """docs/your_data: which rank gets which sample, and the kinds of files."""
 
+import csv
 import io
 import os
 import re
@@ -196,7 +197,7 @@ def test_folders_as_people_have_them(tmp_path, caplog):
         ]
         (top / f"{split}.csv").write_text("\n".join(["file,label", *rows]))
     (code,) = re.findall(r"^    def list_csv.*\n(?:    .*\n|\n)+", PAGE, re.MULTILINE)
-    names = {"Path": Path}
+    names = {"csv": csv}
     exec(textwrap.dedent(code), names)
     labels = dict(names["list_csv"](top, "val"))
     assert labels == {path: "abc".index(Path(path).parent.name) for path in val}
