@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-pytest_plugins = ["own_project"]
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SCRIPT = REPOSITORY / "docs" / "sharded" / "main.py"
 

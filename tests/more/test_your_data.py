@@ -17,13 +17,11 @@ import numpy as np
 import pytest
 import torch
 from drawn_imagenet import tar_bytes
-from own_project import listing, type_in
 from PIL import Image
-from slurm_jobs import REPOSITORY, TWO, call
+from slurm_jobs import REPOSITORY, TWO, call, listing
 from test_checkpoint import load_module
 from torch.utils.data import Dataset
 
-pytest_plugins = ["own_project"]
 FOLDER = "docs/your_data"
 PAGE = (REPOSITORY / "docs" / "your_data.rst").read_text()
 
@@ -319,7 +317,7 @@ def test_what_cannot_be_used(tmp_path, monkeypatch):
 
     def repeat(data: Path) -> None:
         with tarfile.open(data / "val" / "0.tar", "a") as shard:
-            shard.addfile(shard.getmembers()[0], io.BytesIO(bytes(4096)))
+            shard.addfile(shard.getmembers()[0], io.BytesIO(bytes(1 << 16)))
 
     assert "has two members of one name" in error("data_tar.py", "shards", repeat)
 
@@ -356,7 +354,7 @@ def test_kinds_of_files(jobs, several, tmp_path):
     offline = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     project = several(REPOSITORY / FOLDER / "main.py")
     for words in ("uv add torchvision", "uv add datasets"):
-        type_in(jobs, project.parent, listing("your_data.rst", words))
+        jobs.type_in(project.parent, listing("your_data.rst", words))
     folders = (kinds["data"], kinds["data_hf"], kinds["data_text"])
     write_hugging_face(jobs, project, offline, *folders)
     (patch,) = re.findall(r"^   (--- data.py\n(?:   .*\n|\n)+)", PAGE, re.MULTILINE)

@@ -17,13 +17,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from first_aid import user_of
-from own_project import listing
-from slurm_jobs import REPOSITORY, Jobs, Result, stop
+from slurm_jobs import REPOSITORY, Jobs, Result, listing, stop
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler, TensorDataset
 
-pytest_plugins = ["own_project"]
 FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
 PAGE = (REPOSITORY / "docs" / "your_training.rst").read_text()
 SCRIPTS = REPOSITORY / "docs" / "your_training"
