@@ -93,30 +93,37 @@ def list_folders(folder: Path) -> list[str]:
 
 def list_images(folder: Path, classes: list[str]) -> list[tuple[str, int]]:
     """Return the path and the class of each image of folder/CLASS/."""
-    images, others = [], []
+    images = []
+    others = [path.name for path in folder.iterdir() if path.is_file()]
     for name in list_folders(folder):
         if name not in classes:
             raise ValueError(f"class {name} is in {folder.name}, but not in train")
-        paths = sorted(path for path in (folder / name).rglob("*") if path.is_file())
-        found = [path for path in paths if is_image(path.name)]
+        files = []
+        for place, _, names in os.walk(folder / name, followlinks=True):
+            files += [os.path.relpath(f"{place}/{file}", folder) for file in names]
+        found = sorted(file for file in files if is_image(file))
         if not found:
             raise ValueError(f"no image ({', '.join(IMAGES)}) in {folder / name}")
         label = classes.index(name)
-        images += [(str(path), label) for path in found]
-        others += [path.name for path in paths if not is_image(path.name)]
+        images += [(f"{folder}/{file}", label) for file in found]
+        others += [file for file in files if not is_image(file)]
     tell_left_out(folder.name, others)
     return images
 
 
-def is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGES) and not name.startswith(".")
+def is_image(path: str) -> bool:
+    return path.lower().endswith(IMAGES) and not is_hidden(path)
 
 
-def tell_left_out(where: str, names: list[str]) -> None:
-    """Log how many files of which kind are no images."""
+def is_hidden(path: str) -> bool:
+    return any(part.startswith(".") for part in path.split("/"))
+
+
+def tell_left_out(where: str, paths: list[str]) -> None:
+    """Log how many files of which kind are no images, or not in a class folder."""
     kinds = Counter(
-        "hidden" if name.startswith(".") else os.path.splitext(name)[1] or name
-        for name in names
+        "hidden" if is_hidden(path) else os.path.splitext(path)[1] or "without ending"
+        for path in paths
     )
     if kinds:
         counts = [f"{count} {kind}" for kind, count in kinds.most_common()]

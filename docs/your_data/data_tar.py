@@ -111,7 +111,7 @@ def list_shard(path: Path, others: list[str]) -> list[tuple[int, int, int]]:
         rows = []
         for member in files:
             stem, suffix = os.path.splitext(member.name)
-            if is_image(os.path.basename(member.name)):
+            if is_image(os.path.normpath(member.name)):
                 if f"{stem}.cls" not in members:
                     raise ValueError(f"{path} has no {stem}.cls")
                 if not member.isreg() or member.issparse():
@@ -119,21 +119,25 @@ def list_shard(path: Path, others: list[str]) -> list[tuple[int, int, int]]:
                 label = tar.extractfile(members[f"{stem}.cls"]).read()
                 rows.append((member.offset_data, member.size, int(label)))
             elif suffix != ".cls":
-                others.append(os.path.basename(member.name))
+                others.append(os.path.normpath(member.name))
     if not rows:
         raise ValueError(f"no image ({', '.join(IMAGES)}) in {path}")
     return rows
 
 
-def is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGES) and not name.startswith(".")
+def is_image(path: str) -> bool:
+    return path.lower().endswith(IMAGES) and not is_hidden(path)
 
 
-def tell_left_out(where: str, names: list[str]) -> None:
+def is_hidden(path: str) -> bool:
+    return any(part.startswith(".") for part in path.split("/"))
+
+
+def tell_left_out(where: str, paths: list[str]) -> None:
     """Log how many files of which kind are no images."""
     kinds = Counter(
-        "hidden" if name.startswith(".") else os.path.splitext(name)[1] or name
-        for name in names
+        "hidden" if is_hidden(path) else os.path.splitext(path)[1] or "without ending"
+        for path in paths
     )
     if kinds:
         counts = [f"{count} {kind}" for kind, count in kinds.most_common()]

@@ -167,9 +167,14 @@ def test_folders_as_people_have_them(tmp_path, caplog):
         target = top / path.parent.name / f"{path.parent.parent.name}-{path.name}"
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
+    (top / "c").rename(tmp_path / "elsewhere")
+    (top / "c").mkdir()
+    (top / "c" / "more").symlink_to(tmp_path / "elsewhere")
     for path in list(top.glob("a/train*")):
         path.rename(path.with_suffix(".PNG"))
-    for name in ("a/notes.txt", "a/._1.png", "b/1.tif", "b/2.tif"):
+    (top / "a" / ".ipynb_checkpoints").mkdir()
+    others = "list.md a/notes.txt a/._1.png a/.ipynb_checkpoints/1.png b/1.tif b/2.tif"
+    for name in others.split():
         (top / name).write_bytes(b"none")
     data = load("data.py")
     caplog.set_level("INFO")
@@ -178,7 +183,8 @@ def test_folders_as_people_have_them(tmp_path, caplog):
         sets = [data.Images(tmp_path / "data", split, seed) for split in COUNTS]
         for images in sets:
             labels = ["abc"[label] for label in images.labels.tolist()]
-            assert [Path(path).parent.name for path in images.paths] == labels
+            places = [os.path.relpath(path, top)[0] for path in images.paths]
+            assert places == labels
         return [images.paths.tolist() for images in sets]
 
     train, val, test = parts(seed=0)
@@ -186,19 +192,20 @@ def test_folders_as_people_have_them(tmp_path, caplog):
     assert len({*train, *val, *test}) == 32
     assert parts(seed=0) == [train, val, test] != parts(seed=1)
     assert f"train: 26 images of {top}, drawn by --seed" in caplog.messages
-    left_out = "photos of 2024: left out: 2 .tif, 1 hidden, 1 .txt"
-    assert left_out in caplog.messages, caplog.messages
+    (message,) = {text for text in caplog.messages if "left out: " in text}
+    where, left_out = message.split(": left out: ")
+    assert where == top.name
+    assert sorted(left_out.split(", ")) == ["1 .md", "1 .txt", "2 .tif", "2 hidden"]
 
     for split, paths in zip(COUNTS, (train, val, test), strict=True):
-        rows = [
-            f"{os.path.relpath(path, top)},{Path(path).parent.name}" for path in paths
-        ]
+        names = [os.path.relpath(path, top) for path in paths]
+        rows = [f"{name},{name[0]}" for name in names]
         (top / f"{split}.csv").write_text("\n".join(["file,label", *rows]))
     (code,) = re.findall(r"^    def list_csv.*\n(?:    .*\n|\n)+", PAGE, re.MULTILINE)
     names = {"csv": csv}
     exec(textwrap.dedent(code), names)
     labels = dict(names["list_csv"](top, "val"))
-    assert labels == {path: "abc".index(Path(path).parent.name) for path in val}
+    assert labels == {path: "abc".index(os.path.relpath(path, top)[0]) for path in val}
 
 
 def test_what_shards_leave_out(tmp_path, caplog):

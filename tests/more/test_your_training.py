@@ -214,18 +214,21 @@ def test_one_rank_decides(tmp_path):
     assert not found and not list(own.iterdir())
 
 
-def test_dropout_after_a_resume(tmp_path):
-    """It is what it would have been."""
+def test_random_numbers_and_a_schedule_after_a_resume(tmp_path):
+    """They are what they would have been."""
     old = "nn.ReLU(), nn.Linear(64, 2)).to(device)"
-    script = changed(tmp_path, old, f"nn.Dropout(0.5), {old}")
+    text = changed(tmp_path, old, f"nn.Dropout(0.5), {old}").read_text()
+    set_rate = listing("your_training.rst", "for group in")
+    script = tmp_path / "scheduled.py"
+    script.write_text(text.replace("    metrics =", f"{set_rate}\n    metrics =", 1))
     whole = losses(start(script, tmp_path)[0].output, 1)
     (tmp_path / "checkpoint.pt").unlink()
-    text = script.read_text()
-    script.write_text(text.replace("epochs = 5", "epochs = 3"))
-    parts = losses(start(script, tmp_path)[0].output, 1)
-    script.write_text(text)
+    stopped = tmp_path / "stopped.py"
+    stopped.write_text(script.read_text().replace("(first, epochs)", "(first, 3)"))
+    parts = losses(start(stopped, tmp_path)[0].output, 1)
+    assert len(parts) == 3
     parts |= losses(start(script, tmp_path)[0].output, 1)
-    assert parts == whole
+    assert parts == whole and len(whole) == 5
 
 
 def test_a_good_checkpoint_stays(tmp_path):
