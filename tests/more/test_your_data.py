@@ -361,7 +361,8 @@ def test_kinds_of_files(jobs, several, tmp_path):
     offline = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     project = several(REPOSITORY / FOLDER / "main.py")
     for words in ("uv add torchvision", "uv add datasets"):
-        jobs.type_in(project.parent, listing("your_data.rst", words))
+        (line, *_) = listing("your_data.rst", words).splitlines()
+        jobs.type_in(project.parent, line)
     folders = (kinds["data"], kinds["data_hf"], kinds["data_text"])
     write_hugging_face(jobs, project, offline, *folders)
     (patch,) = re.findall(r"^   (--- data.py\n(?:   .*\n|\n)+)", PAGE, re.MULTILINE)
