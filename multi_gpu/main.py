@@ -60,7 +60,7 @@ def main() -> None:
     # backward(), and so all gradients. It skips a step whose gradients overflow.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
-    evaluation_batch_size = 4 * args.batch_size  # there are no gradients to keep
+    evaluation_batch_size = 4 * args.batch_size  # it keeps no activations
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
         batches = training_batches(train_set, global_batch_size, args.seed, epoch)
@@ -154,11 +154,11 @@ def setup_distributed() -> torch.device:
 
 
 def compute_logits(model, images: Tensor) -> Tensor:
-    """Return the model's logits, of which a loss in 16 bits would be too coarse."""
+    """Return the model's logits for a batch of images."""
     dtype = find_dtype(images.device)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         logits = model(normalize(images))
-    return logits.float()
+    return logits.float()  # In 16 bits, the loss would be off: 2.516 for 2.498.
 
 
 def find_dtype(device: torch.device) -> torch.dtype:
@@ -241,7 +241,7 @@ def parse_args() -> argparse.Namespace:
     )
     add("--weight-decay", type=float, default=5e-4, help="L2 penalty")
     add("--seed", type=int, default=0, help="of weights, order, crops and flips")
-    add("--compile", action="store_true", help="no faster on an H200, and 23 s later")
+    add("--compile", action="store_true", help="cost 23 s on an H200, gained nothing")
     if "--synthetic" in sys.argv:  # other defaults, which options still override
         parser.set_defaults(epochs=2, batch_size=8)  # a minute or two on two cores
     args = parser.parse_args()
@@ -260,7 +260,7 @@ def setup_logging() -> None:
     )
 
 
-# What guards: against a wrong start, a broken GPU, a full disk, a diverged training.
+# What guards against a wrong start, a broken GPU, a full disk, a diverged training.
 
 
 def fail(message: str) -> NoReturn:
@@ -299,7 +299,7 @@ def find_data_dir() -> str:
 
 
 def expand_path(text: str) -> str:
-    """Return the path, with the ~ and $NAME that a shell left in --data-dir=~/$NAME."""
+    """Return a path without ~ and $NAME: a shell leaves them in --data-dir=~/data."""
     path = os.path.expandvars(os.path.expanduser(text))
     if "$" in path:
         raise argparse.ArgumentTypeError(f"{text} names a variable that is not set")
