@@ -127,6 +127,17 @@ def test_salloc(jobs, together):
     assert losses(output, 4) == losses(result.output, 4), output
 
 
+@pytest.mark.parametrize("tasks", ["2 ", "1 "])
+def test_other_numbers(jobs, together, tasks):
+    """Slurm accepts what the page asks for. Two cores would take long to train so."""
+    words = f"sbatch --nodes=1 --ntasks-per-node={tasks}"
+    typed = 'sbatch() { command sbatch --test-only "$@"; }\n'
+    result = jobs.run(
+        ["bash", "-euc", typed + listing("your_training.rst", words)], together[0]
+    )
+    assert result.exit_code == 0, result
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_chain(jobs, several, together):
     """A job is killed, the next one goes on, and the last has nothing to do."""
