@@ -282,7 +282,7 @@ def read_help(script: Path) -> list[str]:
     env = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
     # Defaults in the help text follow these.
     env["SLURM_CPUS_PER_TASK"] = "8"  # imagenet/job.sh
-    for name in ("SLURM_TMPDIR", "SLURM_JOB_ID", "SCRATCH"):
+    for name in ("LOCAL_JOB_DIR", "SLURM_TMPDIR", "SLURM_JOB_ID", "SCRATCH"):
         env.pop(name, None)
     command = [sys.executable, script.name, "--help"]
     result = subprocess.run(

@@ -3,7 +3,7 @@
 # that commit on every node's own disk, and goes there: what is edited or committed after
 # the submission changes nothing.
 set -euo pipefail
-export code=$SLURM_TMPDIR/code
+export code=$LOCAL_JOB_DIR/code
 code_folder=$code/$(git rev-parse --show-prefix)
 repository=$(git rev-parse --show-toplevel)
 export repository
@@ -24,5 +24,3 @@ copy_code() {
 export -f copy_code
 on_each_node bash -euo pipefail -c copy_code
 cd "$code_folder"
-# uv is to take the copy's environment.
-unset UV_PROJECT_ENVIRONMENT VIRTUAL_ENV

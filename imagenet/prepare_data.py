@@ -8,6 +8,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def parse_args() -> argparse.Namespace:
     add(
         "--data-dir",
         type=Path,
-        default=os.path.join(os.environ.get("SLURM_TMPDIR", "."), "data"),
+        default=find_data_dir(),
         help="where to stage, on the node's own disk",
     )
     add(
@@ -232,15 +233,26 @@ def convert(
         raise
 
 
+def find_data_dir() -> Path:
+    """Return where this job's data goes, on the node's own disk if there is one."""
+    folder = os.environ.get("LOCAL_JOB_DIR", "")  # job.sh has made it
+    job = os.environ.get("SLURM_JOB_ID")
+    if f"/slurm-job-{job}-" not in folder:  # it is another job's, or there is none
+        folder = os.environ.get("SLURM_TMPDIR", ".")
+    return Path(folder) / "data"
+
+
 def remove_abandoned() -> None:
     """Remove the folders that job.sh has made on this disk for ended jobs of this user.
 
     If Slurm ends the job, as in a preemption, job.sh cannot: 150 GB would stay.
     """
-    if "SLURM_JOB_ID" not in os.environ:
+    # Another cluster's jobs have numbers of their own, and may share the disk.
+    cluster = os.environ.get("SLURM_CLUSTER_NAME")
+    if "SLURM_JOB_ID" not in os.environ or cluster is None:
         return
     # Listed first: a job that starts after squeue may make one.
-    disk = Path(os.environ.get("SLURM_TMPDIR", "/tmp/slurm-job-1")).parent
+    disk = Path(os.environ.get("LOCAL_JOB_DIR", "/tmp/job")).parent
     folders = list(disk.glob("slurm-job-*"))
     command = ["squeue", "--me", "--noheader", "--all", "--format=%A"]
     # SQUEUE_PARTITION, say, would hide jobs.
@@ -250,8 +262,9 @@ def remove_abandoned() -> None:
         if os.environ["SLURM_JOB_ID"] not in jobs:
             return  # without this job, it is no list of the jobs here
         for folder in folders:
-            job = folder.name.removeprefix("slurm-job-")
-            ended = job.isdecimal() and job not in jobs
+            name = rf"slurm-job-(\d+)-{re.escape(cluster)}(\.\d+)?"
+            found = re.fullmatch(name, folder.name)
+            ended = found and found[1] not in jobs
             if ended and folder.lstat().st_uid == os.geteuid():
                 shutil.rmtree(folder, ignore_errors=True)
                 say(f"removed {folder}, left by a job of yours that has ended")

@@ -43,7 +43,7 @@ def parse_args() -> argparse.Namespace:
         usage="%(prog)s [options]",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    data_dir = environ.get("SLURM_TMPDIR", "/tmp")
+    data_dir = environ.get("LOCAL_JOB_DIR") or environ.get("SLURM_TMPDIR", "/tmp")
     add = parser.add_argument
     add("--data-dir", default=data_dir, help="folder that the data goes to")
     add("--data-gb", type=float, default=1.0, help="room that the data takes there")
@@ -170,7 +170,7 @@ def look_at_disk(folder: str, data_gb: float) -> dict:
             raise OSError(f"{free:.1f} GB free, not {data_gb:g}")
         found |= time_disk(folder)
     except OSError as error:
-        problems.append(f"{folder}: {error}: export SLURM_TMPDIR=/a/folder/with/room")
+        problems.append(f"{folder}: {error}: name a larger local_disk in job.sh")
     return found
 
 

@@ -213,7 +213,7 @@ class Jobs:
         self.run(["scancel", job])
         result = self.wait(job)
         for node in self.cluster.nodes:
-            self.on(node, "rm", "-rf", f"/tmp/slurm-job-{job}")
+            self.on(node, "bash", "-c", f"rm -rf /tmp/slurm-job-{job}-*")
         return result
 
     def slurm_version(self) -> tuple[int, int]:

@@ -46,7 +46,7 @@ def assert_failed(result: Result, message: str, times: int = 0, node: str = "") 
 def test_no_data_and_no_network(jobs):
     """The nodes have no way to the internet. Each says so once, if it comes to it."""
     result = sbatch(jobs, "multi_node", *TWO_NODES, "job.sh", CIFAR10_ARCHIVE="")
-    where = r"/tmp/slurm-job-\d+/data on (node\d), "
+    where = r"/tmp/slurm-job-\d+-cluster\.\d+/data on (node\d), "
     message = f"^main.py: error: no whole CIFAR-10 in {where}"
     assert_failed(result, f"{message}.*cifar-10-python.tar.gz.*--synthetic")
     nodes = result.find(message)
@@ -135,7 +135,7 @@ def test_not_what_job_sh_is_for(jobs):
     for folder in ("single_gpu", "imagenet"):
         result = jobs.run(srun, folder, timeout=SOON)
         assert result.exit_code == 1, result
-        assert result.find("^job.sh: .* ENVIRONMENT: use sbatch$"), result
+        assert result.find("^job.sh: error: start it with sbatch$"), result
 
 
 # In place of a container, which has no scontrol.

@@ -66,7 +66,8 @@ def test_array(user):
     flags = ["--nodelist=node1", "--array=1-2", f"--output={user.logs}/%A_%a.out"]
     # One that runs on another node: some nodes share their /tmp.
     running = user.submit("", "--nodelist=node2", "--mem=100M", "--wrap=sleep infinity")
-    names = ("99999", "99998", "cache", running)
+    names = ["99999-cluster", "99998-cluster", "99999-another", "99997", "cache"]
+    names.append(f"{running}-cluster")
     abandoned, *kept = folders_of_jobs = [f"/tmp/slurm-job-{name}" for name in names]
     user.on("node1", "mkdir", "-p", f"{abandoned}/data", *folders_of_jobs)
     user.on("node1", "chown", "nobody", kept[0])
@@ -91,7 +92,7 @@ def test_array(user):
     [
         (
             "",
-            r"^main.py: error: on node\d: no data in /tmp/slurm-job-\d+/data: "
+            r"^main.py: error: on node\d: no data in /tmp/slurm-job-\d+-cluster/data: "
             "for job.sh, set IMAGENET_DIR to the archives; else run prepare_data.py",
         ),
         (

@@ -161,8 +161,8 @@ def test_variables_of_the_cluster(jobs, archive):
     env = {"CIFAR10_ARCHIVE": "/nowhere", "SLURM_TMPDIR": disk}
     result = jobs.sbatch("multi_node", *flags, "job.sh", *ONE_EPOCH, **env)
     result.trained(2, batch_size=4)
-    where = f"'data_dir': '{disk}/slurm-job-{result.job}/data'"
-    assert where in result.output, result
+    where = rf"'data_dir': '{disk}/slurm-job-{result.job}-cluster\.\d+/data'"
+    assert re.search(where, result.output), result
     for node in ("node1", "node2"):
         assert jobs.on(node, "rmdir", disk).exit_code == 0, node
 

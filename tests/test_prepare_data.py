@@ -718,11 +718,13 @@ def test_what_ended_jobs_have_left(imagenet, data_dir, tmp_path, monkeypatch):
 
     What else stays: see test_array in test_imagenet.py.
     """
-    left = Path("/tmp/slurm-job-900000001")
+    left = Path("/tmp/slurm-job-900000001-this.1")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "this")
     left.mkdir(exist_ok=True)
     squeue = tmp_path / "squeue"
     # It knows this job, and those of all other folders that are here.
-    others = "ls /tmp | sed -n 's/^slurm-job-//p' | grep -vx 900000001; echo 900000000"
+    others = "ls /tmp | grep -o '^slurm-job-[0-9]*' | cut -c11- | grep -vx 900000001; "
+    others += "echo 900000000"
     squeue.write_text(f'#!/bin/sh\ncase "$*" in *--me*--all*) {others};; esac\n')
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)

@@ -57,6 +57,8 @@ def test_quotes_and_spaces(user, tmp_path, same_end):
         Path("/tmp", name),
     )
     shutil.copytree(user.env["IMAGENET_DIR"], source)
+    for node in ("node1", "node2"):
+        user.on(node, "mkdir", disk)
     job = user.train(
         *EPOCHS,
         f"--checkpoint-dir={folder}",
@@ -64,7 +66,9 @@ def test_quotes_and_spaces(user, tmp_path, same_end):
         SLURM_TMPDIR=str(disk),
     )
     result = same_end(job, restarts=0)
-    assert f"images in {disk}/slurm-job-{job}/data after" in result.output, result
+    assert f"images in {disk}/slurm-job-{job}-cluster/data after" in result.output, (
+        result
+    )
     for node in ("node1", "node2"):
         assert user.on(node, "rmdir", disk).exit_code == 0
     assert (folder / "best.pt").exists()

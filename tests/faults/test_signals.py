@@ -85,7 +85,7 @@ def test_requeue_by_hand(user, same_end):
     def job_sh_has_ended() -> bool:
         stop(rank)  # Slurm makes it go on, so that it takes the signal to end
         # It may still be saving, with files there.
-        there = user.on("node1", "test", "-d", f"/tmp/slurm-job-{job}")
+        there = user.on("node1", "test", "-d", f"/tmp/slurm-job-{job}-cluster")
         assert there.exit_code == 0, user.log(job)
         return "slurm_script" not in user.cluster.processes("node1")
 
@@ -237,7 +237,7 @@ def test_cancelled_while_it_tidies_up(user):
     """Cancelled after the warning, but before its requeue, a job does not come back."""
     job = user.train("--epochs=99", "--save-steps=3")
     user.until_file(job, "*-step-000003.pt")
-    files = f"mkdir /tmp/slurm-job-{job}/many; cd $_; seq 500000 | xargs touch"
+    files = f"mkdir /tmp/slurm-job-{job}-cluster/many; cd $_; seq 500000 | xargs touch"
     user.on("node2", "bash", "-c", files)
     user.warn(job)
 
@@ -290,7 +290,7 @@ def test_slow_disk_at_the_end(user, same_end, tmp_path):
     """What job.sh cannot remove in time costs no requeue."""
     rm = tmp_path / "rm"
     # For the job's folder itself, it takes for ever.
-    wait = "[[ $* != */slurm-job-+([0-9]) ]] || exec sleep infinity"
+    wait = "[[ $* != */slurm-job-+([0-9])-cluster ]] || exec sleep infinity"
     rm.write_text(f'#!/bin/bash\n{wait}\n/bin/rm "$@"\n')
     rm.chmod(0o755)
     # Slurm warns the job at once when it gets a limit of three minutes.

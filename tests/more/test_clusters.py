@@ -1,13 +1,15 @@
 """docs/clusters.rst: a Slurm of a cluster's shape takes a job with the page's lines."""
 
 import re
+import shutil
 import subprocess
+import sys
 import time
 
 import cluster as slurm
 import pytest
 from first_aid import user_of
-from slurm_jobs import REPOSITORY, TINY, TWO
+from slurm_jobs import REPOSITORY, TINY, TWO, call
 
 PAGE = (REPOSITORY / "docs" / "clusters.rst").read_text()
 # By the first word of a cluster's paragraph: a node, as its documentation has them.
@@ -98,7 +100,7 @@ def test_lines_fit_the_cluster(shaped, name):
     assert ("--cpus-per-task=" in lines) != ("export SLURM_CPUS_PER_TASK=" in text)
 
 
-PYTHON = "python=(uv run --no-sync python -E -X faulthandler)\n"
+PYTHON = "python=(../.venv/bin/python -E -X faulthandler)\n"
 # A stand-in for Apptainer: it says what is to run, and runs it without a container.
 APPTAINER = """\
 #!/bin/bash
@@ -179,19 +181,102 @@ def test_home_is_read_only_on_the_nodes(jobs, tmp_path, folder):
     assert "error" not in result.output, result
 
 
+@pytest.fixture
+def copy(jobs, tmp_path):
+    """A copy of the examples. Its .venv has a Python that `hide` takes from nodes.
+
+    So it is where Python lies in a home that some nodes do not have.
+    """
+    path = tmp_path / "a copy"
+    shutil.copytree(jobs.clone, path, ignore=shutil.ignore_patterns(".venv", ".git"))
+    home = tmp_path / "home"
+    home.mkdir()
+    real = jobs.clone / ".venv" / "bin" / "python"
+    (home / "python").symlink_to(real)
+    programs = path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(home / "python")
+    (programs.parent / "pyvenv.cfg").write_text("home = /nowhere\n")
+    hidden = []
+
+    def hide(node: str) -> None:
+        mount = ["mount", "-t", "tmpfs", "none", home]
+        assert jobs.on(node, *mount).exit_code == 0
+        hidden.append(node)
+
+    yield path, hide
+    for node in hidden:
+        assert jobs.on(node, "umount", home).exit_code == 0
+
+
 @pytest.mark.usefixtures("nothing_left")
-def test_no_environment(jobs, tmp_path):
-    """One line says what to do, and no rank makes an empty environment."""
-    missing = tmp_path / "environment"
-    env = {"UV_PROJECT_ENVIRONMENT": str(missing)}
-    submitted = [
-        jobs.submit(path.parent.name, *TWO, "--nodes=1", path.name, **env)
-        for path in jobs.clone.glob("*/job*.sh")
-    ]
+def test_no_python_on_the_first_node(jobs, copy):
+    """One line of job.sh names the node, and says what to do."""
+    path, hide = copy
+    hide("node1")
+    submitted = []
+    for script in sorted(path.glob("*/job*.sh")):
+        flags = [*TWO, "--nodes=1", "--nodelist=node1", f"--chdir={script.parent}"]
+        submitted.append(jobs.submit(script.parent.name, *flags, script))
     assert len(submitted) == 5
     for job in submitted:
         result = jobs.wait(job)
-        error = "^job.sh: error: on login nodes: uv sync --locked$"
+        error = "^job.sh: error: node1 has no ../.venv/bin/python: uv sync --locked$"
         assert result.state == "FAILED" and len(result.find(error)) == 1, result
         assert "Traceback" not in result.output, result
-    assert not missing.exists()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_no_python_on_the_second_node(jobs, copy):
+    """Slurm names the node, and the environment that all nodes share stays whole.
+
+    So it does if uv starts Python there, as in an allocation, by the pages' lines.
+    """
+    path, hide = copy
+    hide("node2")
+    folder = path / "multi_node"
+    before = sorted(path.glob(".venv/**/*"))
+    flags = [*TWO, "--nodes=2", "--nodelist=node[1-2]"]
+    command = [*flags, f"--chdir={folder}", folder / "job.sh"]
+    result = jobs.sbatch("multi_node", *command)
+    assert result.state == "FAILED", result
+    missing = r"^slurmstepd-node2: error: execve\(\): .*/python: No such file"
+    assert result.find(missing) and result.find("^srun: error: node2: "), result
+    page = (path / "multi_node" / "README.rst").read_text()
+    (line,) = re.findall("^    (export UV_PYTHON=.*)$", page, re.MULTILINE)
+    script = f"{line}; srun uv run --no-sync python main.py --synthetic"
+    result = call(
+        ["salloc", *flags, "bash", "-c", script], cwd=folder, env=jobs.env, timeout=300
+    )
+    assert "No interpreter found at path" in result.output, result
+    assert sorted(path.glob(".venv/**/*")) == before
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_packages_in_the_home_folder(jobs, tmp_path):
+    """A Python that is no environment's takes no package of `pip install --user`."""
+    real = (jobs.clone / ".venv" / "bin" / "python").resolve()
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = tmp_path / "home" / ".local" / "lib" / version / "site-packages"
+    (packages / "tqdm").mkdir(parents=True)
+    (packages / "tqdm" / "__init__.py").write_text("raise ImportError('of another')")
+    # As conda's, it has its packages without a virtual environment.
+    conda = tmp_path / "conda"
+    shutil.copytree(real.parent.parent, conda, symlinks=True)
+    own = conda / "lib" / version / "site-packages"
+    shutil.rmtree(own)
+    own.symlink_to(next((jobs.clone / ".venv").glob("lib/python*/site-packages")))
+    submitted = []
+    for name in ("single_gpu/job.sh", "multi_node/job_torchrun.sh"):
+        text = (jobs.clone / name).read_text()
+        assert PYTHON in text
+        edited = tmp_path / name.replace("/", "_")
+        edited.write_text(text.replace(PYTHON, "python=(python3)\n"))
+        folder = name.split("/")[0]
+        command = [*TWO, "--nodes=1", edited, *small(folder)]
+        path = f"{conda}/bin:{jobs.env['PATH']}"
+        home = str(tmp_path / "home")
+        submitted.append(jobs.submit(folder, *command, PATH=path, HOME=home))
+    for job in submitted:
+        result = jobs.wait(job)
+        assert result.state == "COMPLETED" and "Epoch 1: " in result.output, result

@@ -80,9 +80,9 @@ def test_an_allocation_and_torchrun(user, tmp_path):
         output = log.read_text()
         for job in re.findall("^This is job (.*)", output, re.MULTILINE):
             user.run(["scancel", job])
-            # It is empty: the listing's last line has removed what was in it.
-            rmdir = ["rmdir", f"/tmp/slurm-job-{job}"]
-            folders = [user.on(node, *rmdir) for node in ("node1", "node2")]
+            # The listing's last line has removed it.
+            test = ["test", "!", "-e", f"/tmp/slurm-job-{job}-cluster"]
+            folders = [user.on(node, *test) for node in ("node1", "node2")]
     by_srun, by_torchrun = output.split("\ntrained\n")
     assert by_srun.count("staged ") == 2, output
     assert "World size 2: 16 steps" in by_srun, output

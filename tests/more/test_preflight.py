@@ -63,7 +63,7 @@ def test_a_good_allocation(jobs, tmp_path, launcher):
         zip(rows(result, "rank +node"), rows(result, "node +mem"), strict=True)
     ):
         name = f"node{number + 1}"
-        disk = rf"/tmp/slurm-job-{result.job} \d\.\d GB {speed} {speed}"
+        disk = rf"/tmp/slurm-job-{result.job}-cluster\.\d+ \d\.\d GB {speed} {speed}"
         for row, pattern in (
             (rank, rf"{number} {name} none of 1 {cpus} \(\S+\) (\S+)"),
             (node, rf"{name} (\S+) 2\.0 {disk}"),
@@ -126,8 +126,7 @@ def test_too_little_of_everything(jobs):
         "ask for more --gpus-per-node, or for fewer tasks"
     ), result
     assert no_room == (
-        "problem (rank 0): /mnt: 0.0 GB free, not 1: "
-        "export SLURM_TMPDIR=/a/folder/with/room"
+        "problem (rank 0): /mnt: 0.0 GB free, not 1: name a larger local_disk in job.sh"
     ), result
     assert re.fullmatch(
         r"problem \(rank 0\): the ranks on node1 take \d\.\d GiB before they train, "
