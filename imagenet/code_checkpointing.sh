@@ -14,8 +14,12 @@ IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -ms "$IMAGENET_DIR")}
 
 copy_code() {
     # After a requeue, it may be there.
-    mkdir -p "$code"
-    git -C "$repository" archive "$GIT_COMMIT" | tar -x -C "$code" ||
+    rm -rf "$code"
+    mkdir "$code"
+    # A checkout in all but its .git. git archive would leave files out that .gitattributes
+    # has as export-ignore.
+    GIT_INDEX_FILE=$code/.index git -C "$repository" --work-tree="$code" \
+        read-tree -u --reset --no-sparse-checkout "$GIT_COMMIT" ||
         fail "cannot copy commit $GIT_COMMIT from $repository to $code on $(hostname)"
     # The environment that safe_sbatch has made stays on the shared disk.
     ln -sfn "$repository/.venvs/$(git rev-parse "$GIT_COMMIT:uv.lock")" "$code/.venv"

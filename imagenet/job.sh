@@ -158,12 +158,12 @@ finish() {
 
 # Ask Slurm about a job, again until it answers: a busy controller may not.
 show_job() {
-    give_up=$((SECONDS + 600))
-    until scontrol show job "$1"; do
-        ((SECONDS < give_up)) || fail "no answer of Slurm's controller for 10 minutes"
+    for _ in {1..60}; do
+        scontrol show job "$1" && return
         echo "job.sh: waiting for Slurm's controller" >&2
         sleep 10
     done
+    fail "no answer of Slurm's controller in ten minutes"
 }
 
 # What guards.

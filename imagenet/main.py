@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from os import environ
 from pathlib import Path
+from typing import NoReturn
 
 import checkpoint
 import torch
@@ -31,6 +32,255 @@ from tqdm import tqdm
 from watch import Watch, describe_speed, watch_start
 
 
+def main() -> None:
+    args = parse_args()
+    check_task()
+    set_ranks()
+    setup_logging()
+    commit = checkpoint.find_commit()  # which may change while this trains
+    logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
+    train_set, valid_set = load_data(args)
+    loaders = [build_loader(part, args.workers) for part in (train_set, valid_set)]
+    start = watch_start(6 * args.timeout)  # ranks start at different times
+    device = setup_distributed()
+    dtype = find_dtype(device)
+
+    world_size = dist.get_world_size()
+    global_batch_size = world_size * args.batch_size * args.accumulate
+    checkpoints = Checkpoints(args.checkpoint_dir, args.keep)
+    recipe = checkpoint.get_recipe(args, train_set, valid_set)
+    saved = checkpoints.load(recipe)
+    if saved:  # the global batch stays, also on another number of GPUs
+        global_batch_size = saved["global_batch_size"]
+    steps = count_steps(len(train_set), global_batch_size)
+    classes = len(train_set.images.classes)
+    logging.info(
+        f"World size {world_size}: {steps} steps an epoch, "
+        f"{world_size} x {global_batch_size / world_size:.4g} samples each, "
+        f"of {len(train_set)}; {len(valid_set)} to validate; {classes} classes; "
+        f"{args.model}, {args.image_size} x {args.image_size} pixels, "
+        f"{args.epochs} epochs; computing in {str(dtype).removeprefix('torch.')}"
+    )
+
+    # Or a run that was stopped might go on with other algorithms, and round otherwise.
+    torch.backends.cudnn.deterministic = True
+    torch.manual_seed(args.seed)
+    model = build_model(args, classes)
+    model = model.to(device, memory_format=torch.channels_last)
+    if args.compile:
+        model.compile()
+    # backward() averages gradients over all ranks while it computes the remaining ones.
+    ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp_model.broadcast_buffers = False  # evaluate() does it. The argument would warn.
+    optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
+    # In float16, small gradients would become 0. The scaler multiplies the loss before
+    # backward(), and so all gradients. It skips a step whose gradients overflow.
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+    checkpoint.settle_buckets(ddp_model, args.image_size)
+    run = Run(model, optimizer, scheduler, scaler, dtype, recipe, global_batch_size)
+    if saved:
+        run.load_state_dict(saved)
+        del saved  # or it takes as much memory as the model, to the end
+    watch = Watch(checkpoints.folder, device, args, run)
+    start.cancel()
+    checkpoint.catch_stop_signals()
+    status = 0
+    try:
+        run_epochs(ddp_model, Coordinator(run, checkpoints, watch, args), *loaders)
+        checkpoint.log_weights(model, commit)
+    except StopRequested:
+        logging.info(
+            f"Asked to stop: saved step {run.step} of epoch {run.epoch}, "
+            "to go on from there"
+        )
+        status = 75  # "try again later", in sysexits.h
+    watch.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    if status:
+        sys.exit(status)
+
+
+def run_epochs(ddp_model, coordinator: Coordinator, train_loader, valid_loader) -> None:
+    """Train and validate until the last epoch is done."""
+    run, watch, args = coordinator.run, coordinator.watch, coordinator.args
+    device, steps = ddp_model.device, run.steps
+    for epoch in range(run.epoch, args.epochs + 1):
+        batches = watch.batches(training_batches(train_loader, run, device))
+        # A progress bar, in a terminal only.
+        if dist.get_rank() == 0:
+            batches = tqdm(batches, f"Epoch {epoch}", steps, leave=False, disable=None)
+        metrics = train(ddp_model, coordinator, batches)
+        train_loss, train_accuracy = average(metrics)
+        speed = watch.speed(run.global_batch_size)
+        batches = evaluation_batches(valid_loader, args.batch_size, device)
+        metrics = evaluate(run.model, coordinator.validation(watch.batches(batches)))
+        valid_loss, valid_accuracy = average(metrics)
+        logging.info(
+            f"Epoch {epoch}: "
+            f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
+            f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
+            f"{describe_speed(speed)}"
+        )
+        valid = {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy}
+        coordinator.end_epoch(valid | speed)
+
+
+def train(model, coordinator: Coordinator, batches) -> Tensor:
+    """Train on all the batches. Return float64 [sum of losses, correct, samples]."""
+    run = coordinator.run
+    optimizer, scheduler, scaler = run.optimizer, run.scheduler, run.scaler
+    model.train()
+    device = next(model.parameters()).device
+    metrics = torch.zeros(3, dtype=torch.float64, device=device)
+    if dist.get_rank() == 0:  # which counts what was done before this start
+        metrics += run.metrics.to(device)
+    for step_images, step_labels in batches:
+        optimizer.zero_grad()
+        for images, labels in parts(run, model, step_images, step_labels):
+            logits = compute_logits(model, images)
+            loss = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum")
+            # All images of a step weigh the same. DDP divides by the number of ranks.
+            loss *= dist.get_world_size() / run.global_batch_size
+            scaler.scale(loss).backward()
+            measure(metrics, logits.detach(), labels)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        coordinator.after_step(metrics)
+    dist.all_reduce(metrics)  # the sums over all ranks
+    return metrics
+
+
+def parts(run: Run, model, images: Tensor, labels: Tensor):
+    """Yield a rank's share of a step, in parts of --batch-size images or fewer."""
+    count = math.ceil(len(images) / run.recipe["batch_size"])
+    pairs = zip(images.tensor_split(count), labels.tensor_split(count), strict=True)
+    for number, pair in enumerate(pairs, start=1):
+        # One all-reduce of the gradients a step is enough: after its last part.
+        model.require_backward_grad_sync = number == count
+        yield pair
+
+
+@torch.no_grad()
+def evaluate(model, batches) -> Tensor:
+    """Return the model's [sum of losses, correct, samples] over all the batches."""
+    model.eval()
+    # BatchNorm's running statistics are each rank's own: all take those of rank 0.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+    device = next(model.parameters()).device
+    metrics = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in batches:
+        measure(metrics, compute_logits(model, images), labels)
+    dist.all_reduce(metrics)  # the sums over all ranks
+    return metrics
+
+
+def setup_distributed() -> torch.device:
+    """Join the process group, one process a GPU, and return this process's device."""
+    # Where rank 0 listens. job.sh sets both, salloc neither.
+    if "MASTER_ADDR" not in environ:
+        environ["MASTER_ADDR"] = find_first_node()
+    job = int(environ.get("SLURM_JOB_ID", "0"))  # port 0 is any free one
+    environ.setdefault("MASTER_PORT", str(10000 + job % 20000 if job else 0))
+    device = find_device()
+    on_gpu = device.type == "cuda"
+    backend = "nccl" if on_gpu else "gloo"
+    try:
+        check_master_addr()
+        dist.init_process_group(
+            backend,
+            device_id=device if on_gpu else None,
+            # Ranks wait so long while rank 0 saves. watch.py ends a hang much earlier.
+            timeout=timedelta(minutes=30),
+        )
+    except Exception as error:  # of several kinds
+        fail(
+            f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
+            f"{socket.gethostname()} ({device}) cannot join the others at "
+            f"MASTER_ADDR={environ['MASTER_ADDR']}, "
+            f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, and a "
+            f"free port there? {error}"
+        )
+    return device
+
+
+def compute_logits(model, images: Tensor) -> Tensor:
+    """Return the model's logits, of which a loss in 16 bits would be too coarse."""
+    dtype = find_dtype(images.device)
+    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+        logits = model(normalize(images))
+    return logits.float()
+
+
+def find_dtype(device: torch.device) -> torch.dtype:
+    """Return what convolutions compute in: 16 bits are several times faster on GPUs."""
+    if device.type == "cpu":
+        return torch.float32
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.float16  # V100, T4 and RTX 8000 only emulate bfloat16
+
+
+def measure(metrics: Tensor, logits: Tensor, labels: Tensor) -> None:
+    """Add images to the metrics: their losses without label smoothing."""
+    # These sums stay on the GPU: to read one, the CPU would wait for the GPU.
+    metrics[0] += F.cross_entropy(logits, labels, reduction="sum")
+    metrics[1] += (logits.argmax(1) == labels).sum()
+    metrics[2] += (labels >= 0).sum()  # a label of -100 marks padding
+
+
+def average(metrics: Tensor) -> tuple[float, float]:
+    """Return the mean loss and the accuracy, 0 to 1."""
+    loss, correct, samples = metrics.tolist()
+    return loss / samples, correct / samples
+
+
+def build_optimizer(
+    model, args: argparse.Namespace, global_batch_size: int, steps: int
+):
+    """Return SGD and its one-cycle schedule, which advances after every step."""
+    # The defaults are NVIDIA's for ResNet-50 v1.5, who report 77.1% after 90 epochs
+    # and 75.8% after 50: github.com/NVIDIA/DeepLearningExamples,
+    # PyTorch/Classification/ConvNets/resnet50v1.5/README.md.
+    # The rate follows the global batch: linear scaling, Goyal et al. 2017.
+    learning_rate = args.learning_rate * global_batch_size / 256
+    decayed = [weight for weight in model.parameters() if weight.ndim > 1]
+    # Biases, and the weights of norms.
+    others = [weight for weight in model.parameters() if weight.ndim <= 1]
+    optimizer = torch.optim.SGD(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        lr=learning_rate,
+        momentum=0.875,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
+    for weight in model.parameters():
+        # Else, if the first step overflows in float16, fused SGD goes on with garbage.
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=learning_rate,
+        total_steps=args.epochs * steps,
+        pct_start=8 / 90,  # warm-up, and then a cosine
+        cycle_momentum=False,
+    )
+    return optimizer, scheduler
+
+
+def count_steps(samples: int, global_batch_size: int) -> int:
+    """Return the steps of an epoch. An incomplete last global batch is dropped."""
+    steps = samples // global_batch_size
+    if steps == 0:
+        fail(
+            f"a step takes {global_batch_size} samples and there are only {samples} "
+            "to train on: choose a smaller --batch-size"
+        )
+    return steps
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -38,13 +288,16 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
-    data_dir = f"{environ.get('SLURM_TMPDIR', '.')}/data"
     # Those two return more than logits.
     known = models.list_models(module=models, exclude=["googlenet", "inception_v3"])
     cpus = int(environ.get("SLURM_CPUS_PER_TASK", "0")) or len(os.sched_getaffinity(0))
     add = parser.add_argument
-    add("--data-dir", default=data_dir, help="folder that prepare_data.py has filled")
+    add(
+        "--data-dir",
+        type=expand_path,
+        default=find_data_dir(),
+        help="folder that prepare_data.py has filled",
+    )
     add("--synthetic", action="store_true", help="made-up images, a small model")
     add("--limit-train-samples", type=int, help="limit of the training set")
     add("--limit-valid-samples", type=int, help="limit of the validation set")
@@ -102,99 +355,20 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse_args()
-    check_task()
-    set_ranks()
-    setup_logging()
-    commit = checkpoint.find_commit()  # which may change while this trains
-    logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
-    train_set, valid_set = load_data(args)
-    loaders = [build_loader(part, args.workers) for part in (train_set, valid_set)]
-    start = watch_start(6 * args.timeout)  # ranks start at different times
-    device = setup_distributed()
-    dtype = find_dtype(device)
-
-    world_size = dist.get_world_size()
-    global_batch_size = world_size * args.batch_size * args.accumulate
-    checkpoints = Checkpoints(args.checkpoint_dir, args.keep)
-    recipe = checkpoint.get_recipe(args, train_set, valid_set)
-    saved = checkpoints.load(recipe)
-    if saved:  # the global batch stays, also on another number of GPUs
-        global_batch_size = saved["global_batch_size"]
-    steps = count_steps(len(train_set), global_batch_size)
-    classes = len(train_set.images.classes)
-    logging.info(
-        f"World size {world_size}: {steps} steps an epoch, "
-        f"{world_size} x {global_batch_size / world_size:.4g} samples each, "
-        f"of {len(train_set)}; {len(valid_set)} to validate; {classes} classes; "
-        f"{args.model}, {args.image_size} x {args.image_size} pixels, "
-        f"{args.epochs} epochs; computing in {str(dtype).removeprefix('torch.')}"
+def setup_logging() -> None:
+    logging.basicConfig(
+        level=logging.INFO if environ["RANK"] == "0" else logging.ERROR,
+        format="%(message)s",
+        stream=sys.stdout,
     )
 
-    # Or a run that was stopped might go on with other algorithms, and round otherwise.
-    torch.backends.cudnn.deterministic = True
-    torch.manual_seed(args.seed)
-    model = build_model(args, classes)
-    model = model.to(device, memory_format=torch.channels_last)
-    if args.compile:
-        model.compile()
-    optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
-    # In float16, small gradients would become 0. The scaler multiplies the loss before
-    # backward(), and so all gradients. It skips a step whose gradients overflow.
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    # backward() averages gradients over all ranks while it computes the remaining ones.
-    ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # not in each step: evaluate() does it
 
-    checkpoint.settle_buckets(ddp_model, args.image_size)
-    run = Run(model, optimizer, scheduler, scaler, dtype, recipe, global_batch_size)
-    if saved:
-        run.load_state_dict(saved)
-        del saved  # or it takes as much memory as the model, to the end
-    watch = Watch(checkpoints.folder, device, args, run)
-    start.cancel()
-    checkpoint.catch_stop_signals()
-    status = 0
-    try:
-        run_epochs(ddp_model, Coordinator(run, checkpoints, watch, args), *loaders)
-        checkpoint.log_weights(model, commit)
-    except StopRequested:
-        logging.info(
-            f"Asked to stop: saved step {run.step} of epoch {run.epoch}, "
-            "to go on from there"
-        )
-        status = 75  # "try again later", in sysexits.h
-    watch.close()
-    dist.barrier()
-    dist.destroy_process_group()
-    if status:
-        sys.exit(status)
+# What guards: against a wrong start, a broken GPU, a full disk, a diverged training.
 
 
-def run_epochs(ddp_model, coordinator: Coordinator, train_loader, valid_loader) -> None:
-    """Train and validate until the last epoch is done."""
-    run, watch, args = coordinator.run, coordinator.watch, coordinator.args
-    device, steps = ddp_model.device, run.steps
-    for epoch in range(run.epoch, args.epochs + 1):
-        batches = watch.batches(training_batches(train_loader, run, device))
-        # A progress bar, in a terminal only.
-        if dist.get_rank() == 0:
-            batches = tqdm(batches, f"Epoch {epoch}", steps, leave=False, disable=None)
-        metrics = train(ddp_model, coordinator, batches)
-        train_loss, train_accuracy = average(metrics)
-        speed = watch.speed(run.global_batch_size)
-        batches = evaluation_batches(valid_loader, args.batch_size, device)
-        metrics = evaluate(run.model, coordinator.validation(watch.batches(batches)))
-        valid_loss, valid_accuracy = average(metrics)
-        logging.info(
-            f"Epoch {epoch}: "
-            f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
-            f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
-            f"{describe_speed(speed)}"
-        )
-        valid = {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy}
-        coordinator.end_epoch(valid | speed)
+def fail(message: str) -> NoReturn:
+    """End this process with one line that says why."""
+    sys.exit(f"main.py: error: {message}")
 
 
 def check_task() -> None:
@@ -212,47 +386,25 @@ def set_ranks() -> None:
     environ["RANK"] = environ.get("SLURM_PROCID", "0")
     environ["LOCAL_RANK"] = environ.get("SLURM_LOCALID", "0")
     environ["WORLD_SIZE"] = environ.get("SLURM_NTASKS", "1")
-    environ["LOCAL_WORLD_SIZE"] = str(1 + environ.get("SLURM_GTIDS", "").count(","))
+    tasks_here = environ.get("SLURM_GTIDS", "0").split(",")  # on this node, as 4,5,6,7
+    environ["LOCAL_WORLD_SIZE"] = str(len(tasks_here))
 
 
-def setup_distributed() -> torch.device:
-    """Join the process group, one process a GPU, and return this process's device."""
-    # Where rank 0 listens. job.sh sets both, salloc neither.
-    if "MASTER_ADDR" not in environ:
-        environ["MASTER_ADDR"] = find_first_node()
-    job = int(environ.get("SLURM_JOB_ID", "0"))  # port 0 is any free one
-    environ.setdefault("MASTER_PORT", str(10000 + job % 20000 if job else 0))
-    device = find_device()
-    on_gpu = device.type == "cuda"
-    backend = "nccl" if on_gpu else "gloo"
-    try:
-        check_master_addr()
-        dist.init_process_group(
-            backend,
-            device_id=device if on_gpu else None,
-            # Ranks wait so long while rank 0 saves. watch.py ends a hang much earlier.
-            timeout=timedelta(minutes=30),
-        )
-    except Exception as error:  # of several kinds
-        fail(
-            f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
-            f"{socket.gethostname()} ({device}) cannot join the others at "
-            f"MASTER_ADDR={environ['MASTER_ADDR']}, "
-            f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, and a "
-            f"free port there? {error}"
-        )
-    return device
+def find_data_dir() -> str:
+    """Return where job.sh puts the data: in the job's folder on the node's own disk."""
+    disk = environ.get("LOCAL_JOB_DIR", "")
+    # It may be another job's, from whose shell this one was submitted.
+    if f"/slurm-job-{environ.get('SLURM_JOB_ID')}-" not in disk:
+        disk = environ.get("SLURM_TMPDIR") or "."
+    return f"{disk}/data"
 
 
-def find_first_node() -> str:
-    """Return the first node of this step, which may have fewer than its job."""
-    if "SLURM_STEP_NODELIST" not in environ:
-        return "127.0.0.1"
-    command = ["scontrol", "show", "hostnames", environ["SLURM_STEP_NODELIST"]]
-    try:
-        return subprocess.check_output(command, text=True).split()[0]
-    except (OSError, subprocess.CalledProcessError):
-        fail("scontrol fails, as in a container: export MASTER_ADDR, rank 0's node")
+def expand_path(text: str) -> str:
+    """Return the path, with the ~ and $NAME that a shell left in --data-dir=~/$NAME."""
+    path = os.path.expandvars(os.path.expanduser(text))
+    if "$" in path:
+        raise argparse.ArgumentTypeError(f"{text} names a variable that is not set")
+    return path
 
 
 def find_device() -> torch.device:
@@ -285,6 +437,17 @@ def find_device() -> torch.device:
     return device
 
 
+def find_first_node() -> str:
+    """Return the first node of this step, which may have fewer than its job."""
+    if "SLURM_STEP_NODELIST" not in environ:
+        return "127.0.0.1"
+    command = ["scontrol", "show", "hostnames", environ["SLURM_STEP_NODELIST"]]
+    try:
+        return subprocess.check_output(command, text=True).split()[0]
+    except (OSError, subprocess.CalledProcessError):
+        fail("scontrol fails, as in a container: export MASTER_ADDR, rank 0's node")
+
+
 def check_master_addr() -> None:
     """Raise OSError if rank 0 is not there. PyTorch would take minutes to say so."""
     try:
@@ -296,147 +459,11 @@ def check_master_addr() -> None:
         return
     for family, *_, address in addresses:  # PyTorch tries all of them, too
         try:
-            return socket.socket(family).bind(address)
+            socket.socket(family).bind(address)
+            return
         except OSError as error:
             reason = error
     raise reason
-
-
-def train(model, coordinator: Coordinator, batches) -> Tensor:
-    """Train on all the batches. Return float64 [sum of losses, correct, samples]."""
-    run = coordinator.run
-    optimizer, scheduler, scaler = run.optimizer, run.scheduler, run.scaler
-    model.train()
-    device = next(model.parameters()).device
-    dtype = find_dtype(device)
-    metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    if dist.get_rank() == 0:  # which counts what was done before this start
-        metrics += run.metrics.to(device)
-    for step_images, step_labels in batches:
-        optimizer.zero_grad()
-        for images, labels in parts(run, model, step_images, step_labels):
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                logits = model(normalize(images))
-                loss = F.cross_entropy(
-                    logits, labels, label_smoothing=0.1, reduction="sum"
-                )
-            # All images of a step weigh the same. DDP divides by the number of ranks.
-            loss *= dist.get_world_size() / run.global_batch_size
-            scaler.scale(loss).backward()
-            measure(metrics, logits.detach(), labels)
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-        coordinator.after_step(metrics)
-    dist.all_reduce(metrics)  # the sums over all ranks
-    return metrics
-
-
-def parts(run: Run, model, images: Tensor, labels: Tensor):
-    """Yield a rank's share of a step, in parts of --batch-size images or fewer."""
-    count = math.ceil(len(images) / run.recipe["batch_size"])
-    pairs = zip(images.tensor_split(count), labels.tensor_split(count), strict=True)
-    for number, pair in enumerate(pairs, start=1):
-        # One all-reduce of the gradients a step is enough: after its last part.
-        model.require_backward_grad_sync = number == count
-        yield pair
-
-
-def measure(metrics: Tensor, logits: Tensor, labels: Tensor) -> None:
-    """Add images to the metrics: their losses without label smoothing."""
-    # These sums stay on the GPU: to read one, the CPU would wait for the GPU.
-    metrics[0] += F.cross_entropy(logits.float(), labels, reduction="sum")
-    metrics[1] += (logits.argmax(1) == labels).sum()
-    metrics[2] += (labels >= 0).sum()  # a label of -100 marks padding
-
-
-@torch.no_grad()
-def evaluate(model, batches) -> Tensor:
-    """Return the model's [sum of losses, correct, samples] over all the batches."""
-    model.eval()
-    # BatchNorm's running statistics are each rank's own: all take those of rank 0.
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
-    device = next(model.parameters()).device
-    dtype = find_dtype(device)
-    metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in batches:
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(normalize(images))
-        measure(metrics, logits, labels)
-    dist.all_reduce(metrics)  # the sums over all ranks
-    return metrics
-
-
-def find_dtype(device: torch.device) -> torch.dtype:
-    """Return what convolutions compute in: 16 bits are several times faster on GPUs."""
-    if device.type == "cpu":
-        return torch.float32
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return torch.float16  # V100, T4 and RTX 8000 only emulate bfloat16
-
-
-def average(metrics: Tensor) -> tuple[float, float]:
-    """Return the mean loss and the accuracy, 0 to 1."""
-    loss, correct, samples = metrics.tolist()
-    return loss / samples, correct / samples
-
-
-def build_optimizer(
-    model, args: argparse.Namespace, global_batch_size: int, steps: int
-):
-    """Return SGD and its one-cycle schedule, which advances after every step."""
-    # The defaults are NVIDIA's for ResNet-50 v1.5, who report 77.1% after 90 epochs
-    # and 75.8% after 50: github.com/NVIDIA/DeepLearningExamples,
-    # PyTorch/Classification/ConvNets/resnet50v1.5/README.md.
-    # The rate follows the global batch: linear scaling, Goyal et al. 2017.
-    learning_rate = args.learning_rate * global_batch_size / 256
-    decayed = [weight for weight in model.parameters() if weight.ndim > 1]
-    # Biases, and the weights of norms.
-    others = [weight for weight in model.parameters() if weight.ndim <= 1]
-    optimizer = torch.optim.SGD(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
-        lr=learning_rate,
-        momentum=0.875,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
-    for weight in model.parameters():
-        # Else, if the first step overflows in float16, fused SGD goes on with garbage.
-        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        max_lr=learning_rate,
-        total_steps=args.epochs * steps,
-        pct_start=8 / 90,  # warm-up, and then a cosine
-        cycle_momentum=False,
-    )
-    return optimizer, scheduler
-
-
-def count_steps(samples: int, global_batch_size: int) -> int:
-    """Return the steps of an epoch. An incomplete last global batch is dropped."""
-    steps = samples // global_batch_size
-    if steps == 0:
-        fail(
-            f"a step takes {global_batch_size} samples and there are only {samples} "
-            "to train on: choose a smaller --batch-size"
-        )
-    return steps
-
-
-def setup_logging() -> None:
-    logging.basicConfig(
-        level=logging.INFO if environ["RANK"] == "0" else logging.ERROR,
-        format="%(message)s",
-        stream=sys.stdout,
-    )
-
-
-def fail(message: str) -> None:
-    """End this process with one line that says why."""
-    sys.exit(f"main.py: error: {message}")
 
 
 # ImageNet: any model of torchvision. The images are in data.py.

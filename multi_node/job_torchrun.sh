@@ -49,7 +49,7 @@ main() {
     on_each_node -l --kill-on-bad-exit=1 --wait=60 --cpu-bind=none bash -c 'launch "$@"' launch \
         "${python[@]}" -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" \
         --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
-        --rdzv-id="$SLURM_JOB_ID" main.py "$@"
+        --rdzv-id="$SLURM_JOB_ID" --log-dir="$LOCAL_JOB_DIR" main.py "$@"
 }
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }

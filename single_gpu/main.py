@@ -1,14 +1,19 @@
 """Train a ResNet-18 on CIFAR-10 with one GPU."""
 
 import argparse
+import contextlib
 import functools
+import io
 import logging
+import math
 import os
 import socket
 import sys
 import time
 from dataclasses import dataclass
 from os import environ
+from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -17,39 +22,6 @@ from torch.nn import functional as F
 from torchvision import models
 from torchvision.datasets import CIFAR10
 from tqdm import tqdm
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        usage="sbatch [Slurm's options] job.sh [options], or main.py [options]",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
-    data_dir = f"{environ.get('SLURM_TMPDIR', '.')}/data"
-    add = parser.add_argument
-    add("--data-dir", default=data_dir, help="has CIFAR-10, or gets it")
-    add("--synthetic", action="store_true", help="made-up images, two short epochs")
-    add("--epochs", type=int, default=35, help="passes over the training set")
-    add("--batch-size", type=int, default=128, help="images per GPU at a time")
-    add(
-        "--learning-rate",
-        type=float,
-        default=0.2,
-        help="peak, per 256 images of the global batch",
-    )
-    add("--weight-decay", type=float, default=5e-4, help="L2 penalty")
-    add("--seed", type=int, default=0, help="of weights, order, crops and flips")
-    add("--compile", action="store_true", help="a slow start, often faster steps")
-    if "--synthetic" in sys.argv:  # other defaults, which options still override
-        parser.set_defaults(epochs=2, batch_size=8)  # a minute or two on two cores
-    args = parser.parse_args()
-    if min(args.epochs, args.batch_size) < 1:
-        parser.error("--epochs and --batch-size must be at least 1")
-    if min(args.learning_rate, args.weight_decay, args.seed) < 0:
-        parser.error("--learning-rate, --weight-decay, --seed must be at least 0")
-    return args
 
 
 def main() -> None:
@@ -80,6 +52,7 @@ def main() -> None:
     # backward(), and so all gradients. It skips a step whose gradients overflow.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
+    evaluation_batch_size = 4 * args.batch_size  # there are no gradients to keep
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
         batches = training_batches(train_set, global_batch_size, args.seed, epoch)
@@ -88,7 +61,7 @@ def main() -> None:
         metrics = train(model, optimizer, scheduler, scaler, batches)
         train_loss, train_accuracy = average(metrics)
         rate = steps * global_batch_size / (time.perf_counter() - start)
-        metrics = evaluate(model, evaluation_batches(valid_set, args.batch_size))
+        metrics = evaluate(model, evaluation_batches(valid_set, evaluation_batch_size))
         valid_loss, valid_accuracy = average(metrics)
         logging.info(
             f"Epoch {epoch}: "
@@ -96,61 +69,21 @@ def main() -> None:
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
             f"{rate:.0f} images/s"
         )
-    metrics = evaluate(model, evaluation_batches(test_set, args.batch_size))
+        check_losses(train_loss, valid_loss)
+    metrics = evaluate(model, evaluation_batches(test_set, evaluation_batch_size))
     test_loss, test_accuracy = average(metrics)
     logging.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
-    torch.save(model.state_dict(), weights_file)
-    logging.info(f"Weights: {weights_file}")
-
-
-def check_task() -> None:
-    """Refuse several tasks, and a start without srun, maybe on the login node."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "none")
-    if tasks != "1" and "SLURM_JOB_ID" in environ:
-        fail(f"start it with srun, as one task, not {tasks}; multi_gpu is for several")
-
-
-def find_device() -> torch.device:
-    """Return the GPU of this process, or the CPU where there is none."""
-    gpus = int(environ.get("SLURM_GPUS_ON_NODE", "0"))  # the job's
-    if gpus > 1:
-        logging.warning(f"warning: 1 of {gpus} GPUs is used: ask for one")
-    visible = torch.cuda.device_count()
-    # A driver that shows no GPU is broken: set_device() below fails, and says how.
-    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
-    if visible == 0 and (not has_driver or environ.get("CUDA_VISIBLE_DEVICES") == ""):
-        logging.warning("warning: no GPU found, training on the CPU")
-        return torch.device("cpu", 0)
-    device = torch.device("cuda", 0)
-    try:
-        torch.cuda.set_device(device)
-    except Exception as error:  # of several kinds
-        fail(
-            f"no GPU of {socket.gethostname()} works: {str(error).splitlines()[0]}: "
-            "ask for --gpus-per-node, or --exclude this node; to train on the CPU, "
-            "export CUDA_VISIBLE_DEVICES=''"
-        )
-    return device
-
-
-def find_weights_file() -> str:
-    """Return where the weights will be: beside the log of the job."""
-    path = os.path.abspath(f"model-{environ.get('SLURM_JOB_ID', 'none')}.pt")
-    if not os.access(".", os.W_OK):
-        fail(f"cannot write the weights to {path}: use a clone that you can write to")
-    return path
+    save_weights(model, weights_file)
 
 
 def train(model, optimizer, scheduler, scaler, batches) -> Tensor:
     """Train on all the batches. Return float64 [sum of losses, correct, samples]."""
     model.train()
     device = next(model.parameters()).device
-    dtype = find_dtype(device)
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in batches:
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(normalize(images))
-            loss = F.cross_entropy(logits, labels)
+        logits = compute_logits(model, images)
+        loss = F.cross_entropy(logits, labels)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -169,16 +102,21 @@ def evaluate(model, batches) -> Tensor:
     """Return the model's [sum of losses, correct, samples] over all the batches."""
     model.eval()
     device = next(model.parameters()).device
-    dtype = find_dtype(device)
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in batches:
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(normalize(images))
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-        metrics[0] += loss
+        logits = compute_logits(model, images)
+        metrics[0] += F.cross_entropy(logits, labels, reduction="sum")
         metrics[1] += (logits.argmax(1) == labels).sum()
         metrics[2] += len(labels)
     return metrics
+
+
+def compute_logits(model, images: Tensor) -> Tensor:
+    """Return the model's logits, of which a loss in 16 bits would be too coarse."""
+    dtype = find_dtype(images.device)
+    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+        logits = model(normalize(images))
+    return logits.float()
 
 
 def find_dtype(device: torch.device) -> torch.dtype:
@@ -236,6 +174,42 @@ def count_steps(samples: int, global_batch_size: int) -> int:
     return steps
 
 
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        usage="sbatch [Slurm's options] job.sh [options], or main.py [options]",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--data-dir",
+        type=expand_path,
+        default=find_data_dir(),
+        help="has CIFAR-10, or gets it",
+    )
+    add("--synthetic", action="store_true", help="made-up images, two short epochs")
+    add("--epochs", type=int, default=35, help="passes over the training set")
+    add("--batch-size", type=int, default=256, help="images per GPU at a time")
+    add(
+        "--learning-rate",
+        type=float,
+        default=0.2,
+        help="peak, per 256 images of the global batch",
+    )
+    add("--weight-decay", type=float, default=5e-4, help="L2 penalty")
+    add("--seed", type=int, default=0, help="of weights, order, crops and flips")
+    add("--compile", action="store_true", help="no faster on an H200, and 23 s later")
+    if "--synthetic" in sys.argv:  # other defaults, which options still override
+        parser.set_defaults(epochs=2, batch_size=8)  # a minute or two on two cores
+    args = parser.parse_args()
+    if min(args.epochs, args.batch_size) < 1:
+        parser.error("--epochs and --batch-size must be at least 1")
+    if min(args.learning_rate, args.weight_decay, args.seed) < 0:
+        parser.error("--learning-rate, --weight-decay, --seed must be at least 0")
+    return args
+
+
 def setup_logging() -> None:
     logging.basicConfig(
         level=logging.INFO,
@@ -244,9 +218,89 @@ def setup_logging() -> None:
     )
 
 
-def fail(message: str) -> None:
+# What guards: against a wrong start, a broken GPU, a full disk, a diverged training.
+
+
+def fail(message: str) -> NoReturn:
     """End this process with one line that says why."""
     sys.exit(f"main.py: error: {message}")
+
+
+def check_task() -> None:
+    """Refuse several tasks, and a start without srun, maybe on the login node."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "none")
+    if tasks != "1" and "SLURM_JOB_ID" in environ:
+        fail(f"start it with srun, as one task, not {tasks}; multi_gpu is for several")
+
+
+def find_data_dir() -> str:
+    """Return where job.sh puts the data: in the job's folder on the node's own disk."""
+    disk = environ.get("LOCAL_JOB_DIR", "")
+    # It may be another job's, from whose shell this one was submitted.
+    if f"/slurm-job-{environ.get('SLURM_JOB_ID')}-" not in disk:
+        disk = environ.get("SLURM_TMPDIR") or "."
+    return f"{disk}/data"
+
+
+def expand_path(text: str) -> str:
+    """Return the path, with the ~ and $NAME that a shell left in --data-dir=~/$NAME."""
+    path = os.path.expandvars(os.path.expanduser(text))
+    if "$" in path:
+        raise argparse.ArgumentTypeError(f"{text} names a variable that is not set")
+    return path
+
+
+def find_device() -> torch.device:
+    """Return the GPU of this process, or the CPU where there is none."""
+    gpus = int(environ.get("SLURM_GPUS_ON_NODE", "0"))  # the job's
+    if gpus > 1:
+        logging.warning(f"warning: 1 of {gpus} GPUs is used: ask for one")
+    visible = torch.cuda.device_count()
+    # A driver that shows no GPU is broken: set_device() below fails, and says how.
+    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    if visible == 0 and (not has_driver or environ.get("CUDA_VISIBLE_DEVICES") == ""):
+        logging.warning("warning: no GPU found, training on the CPU")
+        return torch.device("cpu", 0)
+    device = torch.device("cuda", 0)
+    try:
+        torch.cuda.set_device(device)
+    except Exception as error:  # of several kinds
+        fail(
+            f"no GPU of {socket.gethostname()} works: {str(error).splitlines()[0]}: "
+            "ask for --gpus-per-node, or --exclude this node; to train on the CPU, "
+            "export CUDA_VISIBLE_DEVICES=''"
+        )
+    return device
+
+
+def check_losses(*losses: float) -> None:
+    """End a training that has diverged, before its weights replace others."""
+    if not math.isfinite(sum(losses)):
+        logging.warning("main.py: error: the loss is not finite: nothing is saved")
+        sys.exit(1)
+
+
+def find_weights_file() -> Path:
+    """Return where the weights will be: beside the log of the job."""
+    path = Path(f"model-{environ.get('SLURM_JOB_ID', 'none')}.pt").absolute()
+    if not os.access(".", os.W_OK):
+        fail(f"cannot write the weights to {path}: use a clone that you can write to")
+    return path
+
+
+def save_weights(model, path: Path) -> None:
+    """Write the file whole or not at all. An older one stays until then."""
+    # If torch.save wrote to the disk itself, its error would not say what is wrong.
+    content = io.BytesIO()
+    torch.save(model.state_dict(), content)
+    partial = path.with_suffix(".pt.partial")
+    try:
+        partial.write_bytes(content.getbuffer())
+        partial.rename(path)
+    except OSError as error:  # such as a full disk
+        partial.unlink(missing_ok=True)
+        fail(f"cannot write {path}: {error.strerror}")
+    logging.info(f"Weights: {path}")
 
 
 # CIFAR-10: a model for small images, and the images, all in the device's memory.
@@ -284,9 +338,13 @@ def load_data(args: argparse.Namespace, device: torch.device):
 def read_cifar10(data_dir: str) -> list[Tensor]:
     """Return images and labels, to train on and to test, downloaded if need be."""
     socket.setdefaulttimeout(10)  # seconds: a firewall may drop packets in silence
+    is_new = not os.path.exists(data_dir)
     try:
         parts = [CIFAR10(data_dir, train=part, download=True) for part in (True, False)]
     except (OSError, RuntimeError) as error:
+        if is_new:
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(data_dir)
         fail(
             f"no whole CIFAR-10 in {os.path.abspath(data_dir)} on "
             f"{socket.gethostname()}, and no download ({error}): put "
@@ -317,10 +375,9 @@ def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int)
     for index in order.split(global_batch_size)[:steps]:
         sample = index[:, None, None]  # (batch, 1, 1)
         rows = top[sample] + pixels[:, None]  # (batch, 32, 1)
-        columns = left[sample] + pixels  # (batch, 1, 32)
-        images = data.images[sample, rows, columns]  # (batch, 32, 32, 3)
-        images = torch.where(flip[sample, None], images.flip(2), images)
-        yield images, data.labels[index]
+        # (batch, 1, 32); a flipped image has its columns from right to left.
+        columns = left[sample] + torch.where(flip[sample], pixels.flip(0), pixels)
+        yield data.images[sample, rows, columns], data.labels[index]
 
 
 def evaluation_batches(data: Split, batch_size: int):

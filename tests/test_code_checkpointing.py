@@ -24,7 +24,7 @@ import os
 import sys
 import time
 
-names = ("SLURMD_NODENAME", "GIT_COMMIT", "SLURM_TMPDIR", "MASTER_PORT")
+names = ("SLURMD_NODENAME", "GIT_COMMIT", "LOCAL_JOB_DIR", "MASTER_PORT")
 found = {name: os.environ.get(name) for name in names}
 found |= {"folder": os.getcwd(), "version": "first"}
 found["environment"] = os.path.realpath(sys.prefix)
@@ -46,19 +46,26 @@ FLAGS += ["--cpus-per-task=1", "--mem=1G"]
 ONE_TASK = [*FLAGS, "--nodes=1", "--nodelist=node1", "--ntasks-per-node=1"]
 
 
+WITHOUT = "safe_sbatch: error: the job would run without these: commit them, "
+WITHOUT += "submodules as files"
+
+
 class Repository(Jobs):
-    """A git repository laid out as this one; its user is in `examples/imagenet`."""
+    """A git repository laid out as this one; its user is in `imagenet`."""
 
     def __init__(self, jobs: Jobs, path: Path):
-        super().__init__(jobs.cluster, path / "examples" / "imagenet", path, jobs.logs)
+        super().__init__(jobs.cluster, path / "imagenet", path, jobs.logs)
         self.env = jobs.env | {"SLURM_TMPDIR": LOCAL, "IMAGENET_DIR": ""}
         self.root, self.folder = path, self.clone
         self.folder.mkdir(parents=True)
         for name in ("safe_sbatch", "code_checkpointing.sh", "job.sh"):
             shutil.copy(REPOSITORY / "imagenet" / name, self.folder)
         self.write("main.py", MAIN)
-        self.write("../../pyproject.toml", PROJECT)
-        self.write("../../.gitignore", ".venv/\n.venvs/\n*.ignored\n")
+        self.write("../pyproject.toml", PROJECT)
+        ours = (REPOSITORY / ".gitignore").read_text()
+        self.write("../.gitignore", f"{ours}*.ignored\n")
+        # git archive would leave it out.
+        self.write("../.gitattributes", "main.py export-ignore\n")
         self.must("git", "init", "--quiet", self.root)
 
     def must(self, *command, **env) -> str:
@@ -100,7 +107,7 @@ def tasks(output: str) -> list[dict]:
 
 def copy(job: str) -> str:
     """Return the folder on a node's disk that a job runs in."""
-    return f"{LOCAL}/slurm-job-{job}/code"
+    return f"{LOCAL}/slurm-job-{job}-cluster/code"
 
 
 def check(repository: Repository, result: Result, commit: str, count: int) -> None:
@@ -111,7 +118,7 @@ def check(repository: Repository, result: Result, commit: str, count: int) -> No
     for task in found:
         assert task["GIT_COMMIT"] == commit, result
         # Of this job alone, also where jobs share SLURM_TMPDIR.
-        assert task["folder"] == f"{copy(result.job)}/examples/imagenet", result
+        assert task["folder"] == f"{copy(result.job)}/imagenet", result
         assert task["environment"] == repository.environment(commit), result
 
 
@@ -131,6 +138,8 @@ def repository(jobs, nothing_left, tmp_path):
     repository.env["UV_CACHE_DIR"] = str(tmp_path / "cache")
     repository.must("uv", "lock", "--offline")
     repository.commit()
+    for node in NODES:
+        repository.on(node, "mkdir", LOCAL)
     yield repository
     for node in NODES:
         repository.on(node, "rm", "-rf", LOCAL)
@@ -142,16 +151,16 @@ def test_refuses_what_is_not_committed(repository):
     repository.must("git", "add", "job.sh")
     repository.write("main.py", "")
     (repository.folder / "code_checkpointing.sh").unlink()
-    for name in ("new.py", "../../new.py", "notes.ignored"):
+    for name in ("new.py", "../new.py", "notes.ignored"):
         repository.write(name, "")
     repository.must("git", "config", "status.showUntrackedFiles", "no")
     for setting in ("status.branch true", "color.ui always"):
         repository.must("git", "config", *setting.split())
-    *status, error = repository.refused().splitlines()
-    here = "examples/imagenet"
+    error, *status = repository.refused().splitlines()
+    here = "imagenet"
     changed = [f" D {here}/code_checkpointing.sh", f"M  {here}/job.sh"]
     assert status == [*changed, f" M {here}/main.py", f"?? {here}/new.py", "?? new.py"]
-    assert error.startswith("safe_sbatch: error: ") and "commit them, or git" in error
+    assert error == WITHOUT
     repository.must("git", "reset", "--quiet", "--hard")
     repository.must("git", "clean", "--quiet", "-d", "--force", repository.root)
     command = ["imagenet/safe_sbatch", "imagenet/job.sh"]
@@ -209,7 +218,7 @@ def test_sbatch_alone_runs_in_place(repository):
     second = repository.wait(first.find(r"^\d+$")[-1])
     (task,) = tasks(second.output)
     assert second.state == "COMPLETED", second
-    assert task["SLURM_TMPDIR"] == f"{LOCAL}/slurm-job-{second.job}", second
+    assert task["LOCAL_JOB_DIR"] == f"{LOCAL}/slurm-job-{second.job}-cluster", second
     assert task["MASTER_PORT"] == str(10000 + int(second.job) % 20000), second
     assert task["folder"] == str(repository.folder), second
     assert task["environment"] == str(repository.root / ".venv"), second
@@ -223,7 +232,7 @@ def test_changes_after_submission_change_nothing(repository):
     repository.write("main.py", MAIN.replace("first", "second"))
     repository.write("code_checkpointing.sh", "exit 9\n")
     # Another environment, too.
-    repository.write("../../pyproject.toml", PROJECT.replace("trivial", "other"))
+    repository.write("../pyproject.toml", PROJECT.replace("trivial", "other"))
     repository.must("uv", "lock", "--offline")
     later = repository.commit()
     repository.must("./safe_sbatch", "--test-only", *FLAGS, "job.sh")
@@ -301,7 +310,7 @@ def test_nodes_without_internet(repository, index, tmp_path):
     """
     source = f'[[tool.uv.index]]\nurl = "{index}"\ndefault = true\n'
     project = f'{PROJECT}dependencies = ["answer"]\n{source}'
-    repository.write("../../pyproject.toml", project)
+    repository.write("../pyproject.toml", project)
     repository.must("uv", "sync")
     repository.write("main.py", f"import answer\n{MAIN}")
     commit = repository.commit()
@@ -321,7 +330,8 @@ def test_nodes_without_internet(repository, index, tmp_path):
     job = repository.safe_sbatch("--hold", *FLAGS, "job.sh")
     shutil.rmtree(repository.environment(commit))
     repository.must("scontrol", "release", job)
-    assert errors(repository.wait(job)) == ["on login nodes: uv sync --locked"]
+    (error,) = errors(repository.wait(job))
+    assert re.fullmatch(r"node\d has no ../.venv/bin/python: uv sync --locked", error)
     assert not Path(repository.environment(commit)).exists()
 
 

@@ -1,13 +1,17 @@
 """Train a model on your data with the GPUs of several nodes, a process each."""
 
 import argparse
+import io
 import logging
+import math
 import os
 import socket
 import subprocess
 import sys
 import time
 from os import environ
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,36 +19,6 @@ from data import build_model, evaluation_batches, load_data, normalize, training
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        usage="sbatch [Slurm's options] job.sh [options], or main.py [options]",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    # job.sh puts the data on the node's own disk, SLURM_TMPDIR.
-    data_dir = f"{environ.get('SLURM_TMPDIR', '.')}/data"
-    add = parser.add_argument
-    add("--data-dir", default=data_dir, help="has your data")
-    add("--epochs", type=int, default=35, help="passes over the training set")
-    add("--batch-size", type=int, default=128, help="images per GPU at a time")
-    add(
-        "--learning-rate",
-        type=float,
-        default=0.2,
-        help="peak, per 256 images of the global batch",
-    )
-    add("--weight-decay", type=float, default=5e-4, help="L2 penalty")
-    add("--seed", type=int, default=0, help="of weights, order, crops and flips")
-    add("--compile", action="store_true", help="a slow start, often faster steps")
-    args = parser.parse_args()
-    if min(args.epochs, args.batch_size) < 1:
-        parser.error("--epochs and --batch-size must be at least 1")
-    if min(args.learning_rate, args.weight_decay, args.seed) < 0:
-        parser.error("--learning-rate, --weight-decay, --seed must be at least 0")
-    return args
 
 
 def main() -> None:
@@ -72,14 +46,15 @@ def main() -> None:
     model = build_model(train_set.classes).to(device, memory_format=torch.channels_last)
     if args.compile:
         model.compile()
+    # backward() averages gradients over all ranks while it computes the remaining ones.
+    ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp_model.broadcast_buffers = False  # evaluate() does it. The argument would warn.
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # In float16, small gradients would become 0. The scaler multiplies the loss before
     # backward(), and so all gradients. It skips a step whose gradients overflow.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    # backward() averages gradients over all ranks while it computes the remaining ones.
-    ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # not in each step: evaluate() does it
 
+    evaluation_batch_size = 4 * args.batch_size  # there are no gradients to keep
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
         batches = training_batches(train_set, global_batch_size, args.seed, epoch)
@@ -89,7 +64,7 @@ def main() -> None:
         metrics = train(ddp_model, optimizer, scheduler, scaler, batches)
         train_loss, train_accuracy = average(metrics)
         rate = steps * global_batch_size / (time.perf_counter() - start)
-        metrics = evaluate(model, evaluation_batches(valid_set, args.batch_size))
+        metrics = evaluate(model, evaluation_batches(valid_set, evaluation_batch_size))
         valid_loss, valid_accuracy = average(metrics)
         logging.info(
             f"Epoch {epoch}: "
@@ -97,31 +72,56 @@ def main() -> None:
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
             f"{rate:.0f} images/s"
         )
-    metrics = evaluate(model, evaluation_batches(test_set, args.batch_size))
+        check_losses(train_loss, valid_loss)
+    metrics = evaluate(model, evaluation_batches(test_set, evaluation_batch_size))
     test_loss, test_accuracy = average(metrics)
     logging.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
-    if dist.get_rank() == 0:
-        torch.save(model.state_dict(), weights_file)
-    logging.info(f"Weights: {weights_file}")
-    dist.destroy_process_group()
+    try:
+        if dist.get_rank() == 0:
+            save_weights(model, weights_file)
+    finally:  # All leave together: srun may end those that stay longer than the first.
+        dist.barrier()
+        dist.destroy_process_group()
 
 
-def check_task() -> None:
-    """Refuse to start without srun: this process would wait for the other tasks."""
-    tasks = environ.get("SLURM_NTASKS", "1")
-    in_step = environ.get("SLURM_STEP_NUM_TASKS", "1") == tasks
-    if not in_step and "TORCHELASTIC_RUN_ID" not in environ:
-        fail(f"this is none of the {tasks} tasks of the job: start main.py with srun")
+def train(model, optimizer, scheduler, scaler, batches) -> Tensor:
+    """Train on all the batches. Return float64 [sum of losses, correct, samples]."""
+    model.train()
+    device = next(model.parameters()).device
+    metrics = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in batches:
+        logits = compute_logits(model, images)
+        loss = F.cross_entropy(logits, labels)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        # These sums stay on the GPU: to read one, the CPU would wait for the GPU.
+        metrics[0] += loss.detach() * len(labels)
+        metrics[1] += (logits.argmax(1) == labels).sum()
+        metrics[2] += len(labels)
+    dist.all_reduce(metrics)  # the sums over all ranks
+    return metrics
 
 
-def set_ranks() -> None:
-    """Set torchrun's variables from srun's, whatever a shell has left in them."""
-    if "TORCHELASTIC_RUN_ID" in environ:  # torchrun has set them
-        return
-    environ["RANK"] = environ.get("SLURM_PROCID", "0")
-    environ["LOCAL_RANK"] = environ.get("SLURM_LOCALID", "0")
-    environ["WORLD_SIZE"] = environ.get("SLURM_NTASKS", "1")
-    environ["LOCAL_WORLD_SIZE"] = str(1 + environ.get("SLURM_GTIDS", "").count(","))
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # --compile would compile every batch size
+def evaluate(model, batches) -> Tensor:
+    """Return the model's [sum of losses, correct, samples] over all the batches."""
+    model.eval()
+    # BatchNorm's running statistics are each rank's own: all take those of rank 0.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+    device = next(model.parameters()).device
+    metrics = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in batches:
+        logits = compute_logits(model, images)
+        metrics[0] += F.cross_entropy(logits, labels, reduction="sum")
+        metrics[1] += (logits.argmax(1) == labels).sum()
+        metrics[2] += len(labels)
+    dist.all_reduce(metrics)  # the sums over all ranks
+    return metrics
 
 
 def setup_distributed() -> torch.device:
@@ -148,115 +148,12 @@ def setup_distributed() -> torch.device:
     return device
 
 
-def find_first_node() -> str:
-    """Return the first node of this step, which may have fewer than its job."""
-    if "SLURM_STEP_NODELIST" not in environ:
-        return "127.0.0.1"
-    command = ["scontrol", "show", "hostnames", environ["SLURM_STEP_NODELIST"]]
-    try:
-        return subprocess.check_output(command, text=True).split()[0]
-    except (OSError, subprocess.CalledProcessError):
-        fail("scontrol fails, as in a container: export MASTER_ADDR, rank 0's node")
-
-
-def find_device() -> torch.device:
-    """Return the GPU of this process, or the CPU where there is none."""
-    local_rank, ranks = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
-    gpus = int(environ.get("SLURM_GPUS_ON_NODE", "0"))  # the job's
-    if 0 < gpus <= local_rank:
-        fail(
-            f"local rank {local_rank} on {socket.gethostname()} has no GPU to itself: "
-            f"there are {gpus}; ask for more --gpus-per-node, or for fewer tasks"
-        )
-    if gpus > ranks:
-        logging.warning(f"warning: {ranks} of {gpus} GPUs a node are used: add tasks")
-    visible = torch.cuda.device_count()
-    # A driver that shows no GPU is broken: set_device() below fails, and says how.
-    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
-    if visible == 0 and (not has_driver or environ.get("CUDA_VISIBLE_DEVICES") == ""):
-        logging.warning("warning: no GPU found, training on the CPU")
-        return torch.device("cpu", 0)
-    # With --gpus-per-task, a task sees its own GPU only, as number 0.
-    device = torch.device("cuda", local_rank % max(1, visible))
-    try:
-        torch.cuda.set_device(device)
-    except Exception as error:  # of several kinds
-        fail(
-            f"no GPU of {socket.gethostname()} works: {str(error).splitlines()[0]}: "
-            "ask for --gpus-per-node, or --exclude this node; to train on the CPU, "
-            "export CUDA_VISIBLE_DEVICES=''"
-        )
-    return device
-
-
-def check_master_addr() -> None:
-    """Raise OSError if rank 0 is not there. PyTorch would take minutes to say so."""
-    try:
-        addresses = socket.getaddrinfo(environ["MASTER_ADDR"], 0)
-    except socket.gaierror:
-        time.sleep(10)  # a name server may be busy for a moment
-        addresses = socket.getaddrinfo(environ["MASTER_ADDR"], 0)
-    if environ["RANK"] != "0" or "TORCHELASTIC_RUN_ID" in environ:
-        return
-    for family, *_, address in addresses:  # PyTorch tries all of them, too
-        try:
-            return socket.socket(family).bind(address)
-        except OSError as error:
-            reason = error
-    raise reason
-
-
-def find_weights_file() -> str:
-    """Return where the weights will be: beside the log of the job."""
-    path = os.path.abspath(f"model-{environ.get('SLURM_JOB_ID', 'none')}.pt")
-    if not os.access(".", os.W_OK):
-        fail(f"cannot write the weights to {path}: use a clone that you can write to")
-    return path
-
-
-def train(model, optimizer, scheduler, scaler, batches) -> Tensor:
-    """Train on all the batches. Return float64 [sum of losses, correct, samples]."""
-    model.train()
-    device = next(model.parameters()).device
-    dtype = find_dtype(device)
-    metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in batches:
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(normalize(images))
-            loss = F.cross_entropy(logits, labels)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-        # These sums stay on the GPU: to read one, the CPU would wait for the GPU.
-        metrics[0] += loss.detach() * len(labels)
-        metrics[1] += (logits.argmax(1) == labels).sum()
-        metrics[2] += len(labels)
-    dist.all_reduce(metrics)  # the sums over all ranks
-    return metrics
-
-
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # --compile would compile every batch size
-def evaluate(model, batches) -> Tensor:
-    """Return the model's [sum of losses, correct, samples] over all the batches."""
-    model.eval()
-    # BatchNorm's running statistics are each rank's own: all take those of rank 0.
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
-    device = next(model.parameters()).device
-    dtype = find_dtype(device)
-    metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in batches:
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(normalize(images))
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-        metrics[0] += loss
-        metrics[1] += (logits.argmax(1) == labels).sum()
-        metrics[2] += len(labels)
-    dist.all_reduce(metrics)  # the sums over all ranks
-    return metrics
+def compute_logits(model, images: Tensor) -> Tensor:
+    """Return the model's logits, of which a loss in 16 bits would be too coarse."""
+    dtype = find_dtype(images.device)
+    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+        logits = model(normalize(images))
+    return logits.float()
 
 
 def find_dtype(device: torch.device) -> torch.dtype:
@@ -314,6 +211,39 @@ def count_steps(samples: int, global_batch_size: int) -> int:
     return steps
 
 
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        usage="sbatch [Slurm's options] job.sh [options], or main.py [options]",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--data-dir",
+        type=expand_path,
+        default=find_data_dir(),
+        help="has your data",
+    )
+    add("--epochs", type=int, default=35, help="passes over the training set")
+    add("--batch-size", type=int, default=256, help="images per GPU at a time")
+    add(
+        "--learning-rate",
+        type=float,
+        default=0.2,
+        help="peak, per 256 images of the global batch",
+    )
+    add("--weight-decay", type=float, default=5e-4, help="L2 penalty")
+    add("--seed", type=int, default=0, help="of weights, order, crops and flips")
+    add("--compile", action="store_true", help="no faster on an H200, and 23 s later")
+    args = parser.parse_args()
+    if min(args.epochs, args.batch_size) < 1:
+        parser.error("--epochs and --batch-size must be at least 1")
+    if min(args.learning_rate, args.weight_decay, args.seed) < 0:
+        parser.error("--learning-rate, --weight-decay, --seed must be at least 0")
+    return args
+
+
 def setup_logging() -> None:
     logging.basicConfig(
         level=logging.INFO if environ["RANK"] == "0" else logging.ERROR,
@@ -322,9 +252,138 @@ def setup_logging() -> None:
     )
 
 
-def fail(message: str) -> None:
+# What guards: against a wrong start, a broken GPU, a full disk, a diverged training.
+
+
+def fail(message: str) -> NoReturn:
     """End this process with one line that says why."""
     sys.exit(f"main.py: error: {message}")
+
+
+def check_task() -> None:
+    """Refuse to start without srun: this process would wait for the other tasks."""
+    tasks = environ.get("SLURM_NTASKS", "1")
+    in_step = environ.get("SLURM_STEP_NUM_TASKS", "1") == tasks
+    if not in_step and "TORCHELASTIC_RUN_ID" not in environ:
+        fail(f"this is none of the {tasks} tasks of the job: start main.py with srun")
+
+
+def set_ranks() -> None:
+    """Set torchrun's variables from srun's, whatever a shell has left in them."""
+    if "TORCHELASTIC_RUN_ID" in environ:  # torchrun has set them
+        return
+    environ["RANK"] = environ.get("SLURM_PROCID", "0")
+    environ["LOCAL_RANK"] = environ.get("SLURM_LOCALID", "0")
+    environ["WORLD_SIZE"] = environ.get("SLURM_NTASKS", "1")
+    tasks_here = environ.get("SLURM_GTIDS", "0").split(",")  # on this node, as 4,5,6,7
+    environ["LOCAL_WORLD_SIZE"] = str(len(tasks_here))
+
+
+def find_data_dir() -> str:
+    """Return where job.sh puts the data: in the job's folder on the node's own disk."""
+    disk = environ.get("LOCAL_JOB_DIR", "")
+    # It may be another job's, from whose shell this one was submitted.
+    if f"/slurm-job-{environ.get('SLURM_JOB_ID')}-" not in disk:
+        disk = environ.get("SLURM_TMPDIR") or "."
+    return f"{disk}/data"
+
+
+def expand_path(text: str) -> str:
+    """Return the path, with the ~ and $NAME that a shell left in --data-dir=~/$NAME."""
+    path = os.path.expandvars(os.path.expanduser(text))
+    if "$" in path:
+        raise argparse.ArgumentTypeError(f"{text} names a variable that is not set")
+    return path
+
+
+def find_device() -> torch.device:
+    """Return the GPU of this process, or the CPU where there is none."""
+    local_rank, ranks = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
+    gpus = int(environ.get("SLURM_GPUS_ON_NODE", "0"))  # the job's
+    if 0 < gpus <= local_rank:
+        fail(
+            f"local rank {local_rank} on {socket.gethostname()} has no GPU to itself: "
+            f"there are {gpus}; ask for more --gpus-per-node, or for fewer tasks"
+        )
+    if gpus > ranks:
+        logging.warning(f"warning: {ranks} of {gpus} GPUs a node are used: add tasks")
+    visible = torch.cuda.device_count()
+    # A driver that shows no GPU is broken: set_device() below fails, and says how.
+    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    if visible == 0 and (not has_driver or environ.get("CUDA_VISIBLE_DEVICES") == ""):
+        logging.warning("warning: no GPU found, training on the CPU")
+        return torch.device("cpu", 0)
+    # With --gpus-per-task, a task sees its own GPU only, as number 0.
+    device = torch.device("cuda", local_rank % max(1, visible))
+    try:
+        torch.cuda.set_device(device)
+    except Exception as error:  # of several kinds
+        fail(
+            f"no GPU of {socket.gethostname()} works: {str(error).splitlines()[0]}: "
+            "ask for --gpus-per-node, or --exclude this node; to train on the CPU, "
+            "export CUDA_VISIBLE_DEVICES=''"
+        )
+    return device
+
+
+def find_first_node() -> str:
+    """Return the first node of this step, which may have fewer than its job."""
+    if "SLURM_STEP_NODELIST" not in environ:
+        return "127.0.0.1"
+    command = ["scontrol", "show", "hostnames", environ["SLURM_STEP_NODELIST"]]
+    try:
+        return subprocess.check_output(command, text=True).split()[0]
+    except (OSError, subprocess.CalledProcessError):
+        fail("scontrol fails, as in a container: export MASTER_ADDR, rank 0's node")
+
+
+def check_master_addr() -> None:
+    """Raise OSError if rank 0 is not there. PyTorch would take minutes to say so."""
+    try:
+        addresses = socket.getaddrinfo(environ["MASTER_ADDR"], 0)
+    except socket.gaierror:
+        time.sleep(10)  # a name server may be busy for a moment
+        addresses = socket.getaddrinfo(environ["MASTER_ADDR"], 0)
+    if environ["RANK"] != "0" or "TORCHELASTIC_RUN_ID" in environ:
+        return
+    for family, *_, address in addresses:  # PyTorch tries all of them, too
+        try:
+            socket.socket(family).bind(address)
+            return
+        except OSError as error:
+            reason = error
+    raise reason
+
+
+def check_losses(*losses: float) -> None:
+    """End a training that has diverged, before its weights replace others."""
+    if not math.isfinite(sum(losses)):
+        logging.warning("main.py: error: the loss is not finite: nothing is saved")
+        dist.barrier()  # or srun might end rank 0 before it has said so
+        sys.exit(1)
+
+
+def find_weights_file() -> Path:
+    """Return where the weights will be: beside the log of the job."""
+    path = Path(f"model-{environ.get('SLURM_JOB_ID', 'none')}.pt").absolute()
+    if not os.access(".", os.W_OK):
+        fail(f"cannot write the weights to {path}: use a clone that you can write to")
+    return path
+
+
+def save_weights(model, path: Path) -> None:
+    """Write the file whole or not at all. An older one stays until then."""
+    # If torch.save wrote to the disk itself, its error would not say what is wrong.
+    content = io.BytesIO()
+    torch.save(model.state_dict(), content)
+    partial = path.with_suffix(".pt.partial")
+    try:
+        partial.write_bytes(content.getbuffer())
+        partial.rename(path)
+    except OSError as error:  # such as a full disk
+        partial.unlink(missing_ok=True)
+        fail(f"cannot write {path}: {error.strerror}")
+    logging.info(f"Weights: {path}")
 
 
 if __name__ == "__main__":

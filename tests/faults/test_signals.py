@@ -286,6 +286,33 @@ def test_busy_controller(user, same_end, tmp_path, command, instead):
     assert "not requeued" not in result.output, result
 
 
+@pytest.mark.parametrize("answers", every_case(0, 1))
+def test_controller_that_never_answers(user, tmp_path, answers):
+    """A job does not hold its nodes for ever: it ends, and one line says why.
+
+    The controller answers this job never, or only at its start.
+    """
+    scontrol = tmp_path / "scontrol"
+    command = f"""own=$(type -ap scontrol | grep -vF "$0" | head -n 1)
+        echo x >> "$0.calls"
+        [ $(wc -l < "$0.calls") -gt {answers} ] || exec "$own" "$@"
+        echo "slurm_load_jobs error: Access/permission denied" >&2
+        exit 1"""
+    scontrol.write_text(f"#!/bin/bash\n{command}\n")
+    sleep = tmp_path / "sleep"  # job.sh sleeps between its questions
+    sleep.write_text("#!/bin/bash\nexec /bin/sleep 0.01\n")
+    for program in (scontrol, sleep):
+        program.chmod(0o755)
+    path = f"{tmp_path}:{user.env['PATH']}"
+    result = user.wait(user.train("--epochs=0", PATH=path), timeout=90)
+    assert (result.state, result.restarts) == ("FAILED", 0), result
+    said = result.find(r"^job\.sh: error: .*$")
+    silent = "job.sh: error: no answer of Slurm's controller in ten minutes"
+    assert said.count(silent) == 1, result
+    last = "job.sh: error: status 2, and no new checkpoint since this start: not "
+    assert said[-1] == (f"{last}requeued" if answers else silent), result
+
+
 def test_slow_disk_at_the_end(user, same_end, tmp_path):
     """What job.sh cannot remove in time costs no requeue."""
     rm = tmp_path / "rm"

@@ -1,0 +1,200 @@
+"""What sites add to Slurm, and where a job's data goes then.
+
+A TaskProlog runs before the batch script and again before every task of every srun: the
+variables that it sets win over what job.sh has exported meanwhile. Here it is what the
+variable TASK_PROLOG says, so one cluster is several sites.
+"""
+
+import re
+import shlex
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import start_jobs
+from drawn_imagenet import draw_imagenet
+from slurm_jobs import TINY
+from test_launch import ONE_EACH, ONE_EPOCH, SMALL, TWO_EACH, trained
+
+# The Prolog makes a folder for each job on its nodes. The Epilog removes it, and notes
+# what else it finds in it.
+SITE = "/tmp/localscratch"
+FOLDER = f"{SITE}/$SLURM_JOB_USER.$SLURM_JOB_ID.0"
+PROLOG = f"mkdir -p {FOLDER}; touch '{FOLDER}/the site'; chown $SLURM_JOB_UID {FOLDER}"
+# uv and PyTorch have files there that do not belong to one job.
+CACHES = "! -path '*/uv-*.lock' ! -path '*/torchinductor_*'"
+EPILOG = f"find {FOLDER} -mindepth 1 {CACHES} > {SITE}/noted.$SLURM_JOB_ID; "
+EPILOG += f"rm -r {FOLDER}"
+OF_THE_JOB = f"""\
+echo export SLURM_TMPDIR={FOLDER}
+echo export TMPDIR={FOLDER}
+echo export OMP_NUM_THREADS=1
+echo export http_proxy=http://proxy.invalid:3128
+"""
+SITES = {
+    "a folder for each job": (OF_THE_JOB, f"{SITE}/root.JOB.0"),
+    "/tmp": ("echo export SLURM_TMPDIR=/tmp", "/tmp"),
+}
+CASES = {  # folder and script: flags, ranks
+    "single_gpu/job.sh": (["--nodelist=node1"], 1),
+    "multi_gpu/job.sh": (["--nodelist=node2", *TWO_EACH], 2),
+    "multi_node/job.sh": (["--nodelist=node[3-4]", *ONE_EACH], 2),
+    "multi_node/job_torchrun.sh": (["--nodelist=node[1-2]", *ONE_EACH], 2),
+    "imagenet/job.sh": (["--nodelist=node[5-6]", *ONE_EACH], 2),
+}
+IMAGENET = [*TINY, "--epochs=1"]
+
+
+@pytest.fixture(scope="module")
+def jobs(start_cluster, clone, archive, tmp_path_factory):
+    how = {"prolog": PROLOG, "epilog": EPILOG, "task_prolog": 'eval "$TASK_PROLOG"'}
+    images = tmp_path_factory.mktemp("images")
+    draw_imagenet(images, classes=4, train=5, valid=2, resolution=40)
+    with start_cluster(nodes=6, **how) as cluster:
+        jobs = start_jobs(cluster, clone, archive, tmp_path_factory.mktemp("logs"))
+        jobs.env |= {"IMAGENET_DIR": str(images), "TASK_PROLOG": ""}
+        jobs.env["SCRATCH"] = str(tmp_path_factory.mktemp("scratch"))
+        yield jobs
+
+
+def on_disks(jobs) -> dict[str, list[str]]:
+    """Return what is in the nodes' /tmp, but for folders of the machine."""
+    find = ["sh", "-c", f"find /tmp -xdev {CACHES}"]
+    return {
+        node: sorted(jobs.on(node, *find).output.splitlines())
+        for node in jobs.cluster.nodes
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(jobs):
+    """A job leaves nothing in the site's folders, and what others have there stays."""
+    for node in jobs.cluster.nodes:
+        others = [f"{SITE}/another", f"{SITE}/another's file", "/tmp/data.another"]
+        jobs.on(node, "mkdir", "-p", *others)
+    before = on_disks(jobs)
+    yield
+    for job in jobs.unfinished():
+        jobs.cancel(job)
+    for node in jobs.cluster.nodes:
+        noted = jobs.on(node, "sh", "-c", f"cat {SITE}/noted.*; rm -f {SITE}/noted.*")
+        left = [line for line in noted.output.splitlines() if "/the site" not in line]
+        assert left == [], node
+    assert on_disks(jobs) == before
+
+
+def finished(result, name: str, data: str) -> None:
+    """Assert that a training was whole, and where its data was."""
+    trained(result, name.split("/")[0], CASES[name][1])
+    assert result.find(f"'data_dir': '{data}/data'"), result
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_sbatch(jobs, site):
+    task_prolog, disk = SITES[site]
+    submitted = {}
+    for name, (flags, _) in CASES.items():
+        folder, script = name.split("/")
+        arguments = IMAGENET if folder == "imagenet" else ONE_EPOCH
+        command = [*SMALL, *flags, script, *arguments]
+        submitted[name] = jobs.submit(folder, *command, TASK_PROLOG=task_prolog)
+    for name, job in submitted.items():
+        own = rf"/slurm-job-{job}-cluster(\.\d+)?"
+        finished(jobs.wait(job), name, disk.replace("JOB", job) + own)
+
+
+# Under salloc, people put the data there, and remove it.
+STAGE = 'tar -xf "$CIFAR10_ARCHIVE" --one-top-level="$SLURM_TMPDIR/data"'
+PYTHON = "uv run --no-sync python"
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_salloc_and_srun(jobs, site):
+    """Without --data-dir, main.py and prepare_data.py take the site's folder."""
+    task_prolog, disk = SITES[site]
+
+    def start(name):
+        flags, tasks = CASES[name]
+        nodes = 2 if "[" in flags[0] else 1
+        on_each_node = f"srun --ntasks={nodes} --ntasks-per-node=1"
+        stage = f"bash -c {shlex.quote(STAGE)}"
+        main = f"main.py {' '.join(ONE_EPOCH)}"
+        if name.startswith("imagenet"):
+            stage = f"{PYTHON} prepare_data.py"
+            main = (
+                f"main.py {' '.join(IMAGENET)} --checkpoint-dir=$SCRATCH/$SLURM_JOB_ID"
+            )
+        remove = "bash -c 'rm -r \"$SLURM_TMPDIR/data\"'"
+        script = f"""
+            export UV_PYTHON=../.venv/bin/python
+            echo "This is job $SLURM_JOB_ID"
+            {on_each_node} {stage}
+            srun {PYTHON} {main}
+            {on_each_node} {remove}
+        """
+        salloc = ["salloc", *SMALL, f"--ntasks={tasks}", *flags, "bash", "-euc", script]
+        return jobs.run(salloc, name.split("/")[0], TASK_PROLOG=task_prolog)
+
+    with ThreadPoolExecutor() as pool:
+        names = [name for name in CASES if "torchrun" not in name]
+        results = list(pool.map(start, names))
+    for name, result in zip(names, results, strict=True):
+        (job,) = result.find("^This is job (.*)$")
+        finished(result, name, disk.replace("JOB", job))
+
+
+LONG = f"{SITE}/{'long' * 25}"
+TMPDIRS = ["unset TMPDIR", "export TMPDIR=/nowhere/at/all", f"export TMPDIR={LONG}"]
+
+
+def test_tmpdir(jobs):
+    """None, one that is missing, and one whose path is too long for a socket."""
+    jobs.on("node1", "mkdir", LONG)
+    submitted = []
+    for line in TMPDIRS:
+        flags = [*SMALL, "--nodelist=node1", "--nodes=1", *ONE_EACH]
+        task_prolog = f"echo {line}"
+        job = jobs.submit(
+            "imagenet", *flags, "job.sh", *IMAGENET, TASK_PROLOG=task_prolog
+        )
+        submitted.append(job)
+    for job in submitted:
+        trained(jobs.wait(job), "imagenet", 1)
+    assert jobs.on("node1", "rmdir", LONG).exit_code == 0
+
+
+def refused(result, folder: str) -> None:
+    """Assert that a job has failed in one line of its own before it trained."""
+    assert result.state == "FAILED" and "World size" not in result.output, result
+    said = result.find("^job.sh: error: (.*)$")
+    # imagenet's last line says that it is not requeued.
+    assert said[: 2 if folder == "imagenet" else 1] == said, result
+    assert re.fullmatch("node[34] needs its own local_disk", said[0]), result
+
+
+def test_disk_that_the_nodes_share(jobs, tmp_path):
+    """One line says so, and what others have there stays."""
+    (tmp_path / "another's").touch()
+    task_prolog = f"echo export SLURM_TMPDIR={shlex.quote(str(tmp_path))}"
+    flags = [*SMALL, "--nodelist=node[3-4]", *ONE_EACH]
+    cases = ["multi_node/job.sh", "multi_node/job_torchrun.sh", "imagenet/job.sh"]
+    submitted = []
+    for case in cases:
+        folder, script = case.split("/")
+        command = [*flags, script, "--synthetic"]
+        submitted.append(jobs.submit(folder, *command, TASK_PROLOG=task_prolog))
+    for job, case in zip(submitted, cases, strict=True):
+        refused(jobs.wait(job), case.split("/")[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["another's"]
+
+
+def test_folder_of_another_on_the_second_node(jobs):
+    """Such a folder is refused, and stays as it is. The job's own ones go."""
+    flags = ["--hold", *SMALL, "--nodelist=node[3-4]", *ONE_EACH]
+    job = jobs.submit("imagenet", *flags, "job.sh", "--synthetic")
+    folder = f"/tmp/slurm-job-{job}-cluster"
+    jobs.on("node4", "mkdir", folder)
+    jobs.on("node4", "touch", f"{folder}/another's")
+    assert jobs.run(["scontrol", "release", job]).exit_code == 0
+    refused(jobs.wait(job), "imagenet")
+    assert jobs.on("node4", "ls", folder).output == "another's\n"
+    assert jobs.on("node4", "rm", "-r", folder).exit_code == 0
