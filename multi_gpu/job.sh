@@ -7,25 +7,29 @@
 #SBATCH --mem=16G            # per node
 #SBATCH --time=01:00:00      # Slurm ends the job then
 #SBATCH --no-requeue         # do not start over if a node fails
-#SBATCH --propagate=NONE     # the limits of the login node's shell stay there
+#SBATCH --propagate=NONE     # without the limits (ulimit) of the login node's shell
 # EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type.
-# EDIT: the path of cifar-10-python.tar.gz. If it is empty, main.py downloads the data.
+# EDIT: write the path of cifar-10-python.tar.gz behind :- or export it before sbatch. If it is
+# empty, main.py downloads the data.
 export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-}
-# EDIT: how Python starts. This is the one of `uv sync`. For conda or a module, load it here,
-# then python=(python). In a container: python=(apptainer exec --nv image.sif python). -E
-# ignores PYTHONPATH and the like, which may belong to other software. faulthandler: a crash
-# prints where Python was.
+# EDIT: how Python starts. The default is the Python that `uv sync` has installed. For conda or
+# a module, load it here, then python=(python). In a container: python=(apptainer exec --nv
+# image.sif python). The option -E ignores PYTHONPATH and the like, which may belong to other
+# software. With -X faulthandler, a crash prints where Python was.
 python=(../.venv/bin/python -E -X faulthandler)
-# EDIT: the node's own disk. Some clusters set SLURM_TMPDIR. On others, write $TMPDIR here, or
-# leave /tmp.
+# EDIT: the node's own disk. Some clusters set SLURM_TMPDIR. If yours has another one, write it
+# in place of /tmp.
 local_disk=${SLURM_TMPDIR:-/tmp}
 
 main() {
     check_job
     forget_other_jobs
     echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)"
+    # Where a Python is no environment's: packages in ~/.local are for another one.
+    export PYTHONNOUSERSITE=1
     # The data goes to a folder of this job's own on the node's disk, removed at the end. After
-    # scancel or the time limit, it may stay. No other job has made a folder of this name.
+    # scancel or the time limit, it may stay. $RANDOM makes its name unique: whatever else is
+    # on that disk is left alone.
     export LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.$RANDOM
     trap 'rm -rf "$LOCAL_JOB_DIR"' EXIT
     stage
@@ -35,48 +39,47 @@ main() {
     export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
     # If ranks cannot meet, export both as INFO to see more.
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
-    # PyTorch 2.15's new NCCL backend makes backward() wait for each all-reduce.
+    # PyTorch 2.15's new NCCL backend makes backward() wait for each all-reduce: 0 is the old.
     export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0}
 
     # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
     export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-    # Packages in ~/.local are for another Python.
-    export PYTHONNOUSERSITE=1
     srun --kill-on-bad-exit=1 "${python[@]}" main.py "$@"
 }
 
 stage() {
-    # Without -p, mkdir refuses a folder that is there already.
+    # mkdir fails where local_disk is missing, or where the nodes share it.
     mkdir "$LOCAL_JOB_DIR" || fail "$(hostname) needs its own local_disk"
     [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" --one-top-level="$LOCAL_JOB_DIR/data" ||
         fail "$(hostname) cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE"
 }
 
-# What guards.
+# Checks before the training.
 check_job() {
-    # Only sbatch sets ENVIRONMENT. In a shell of srun --pty bash, another srun would only wait.
+    # Only sbatch sets ENVIRONMENT. In a shell that srun has started, srun would only wait.
     [ "${ENVIRONMENT:-}" ] || fail "start it with sbatch"
     [[ ${SLURM_JOB_ID_HET_GROUP_0:-} != "$SLURM_JOB_ID" ]] || fail "heterogeneous job"
-    [ -e main.py ] || fail "no $PWD/main.py"
+    [ -e main.py ] || fail "no main.py in $PWD"
     ((SLURM_JOB_NUM_NODES == 1)) || fail "use multi_node"
     type "${python[0]}" &> /dev/null || fail "$(hostname) has no ${python[0]}: uv sync --locked"
 }
-# sbatch copies the variables of your shell. Forget those that are options of srun and OpenMP,
-# or belong to what submits this job: another one, or torchrun. Without them, srun uses all
-# that this job has. ${!SLURM_@} stands for all names that begin with SLURM_.
+# sbatch passes on the variables of your shell. If another job or torchrun has started that
+# shell, its variables would change how srun starts this one. Unset all but those that describe
+# this job, that #SBATCH lines set, or that belong to the site. ${!SLURM_@} stands for all
+# names that begin with SLURM_.
 forget_other_jobs() {
-    ours='ARRAY_*|CLUSTER_NAME|CONF*|CPUS_ON_NODE|CPUS_PER_TASK|CPU_FREQ_REQ|DIST*'
-    ours+='|GPUS_ON_NODE|HINT|JOB*|JWT|MPI_TYPE|NETWORK|NNODES|NODE*|NPROCS|NTASKS|NTASKS_PER_NODE'
-    ours+='|PROFILE|SPANK*|SUBMIT*|TASKS_PER_NODE|THREADS_PER_CORE|TOPOLOGY*|WORKING_CLUSTER'
-    ours="SLURM_@($ours|*SCRATCH*|*TMP*)"
+    keep='ARRAY_*|CLUSTER_NAME|CONF*|CPUS_ON_NODE|CPUS_PER_TASK|CPU_FREQ_REQ|DIST*'
+    keep+='|GPUS_ON_NODE|HINT|JOB*|JWT|MPI_TYPE|NETWORK|NNODES|NODE*|NPROCS|NTASKS|NTASKS_PER_NODE'
+    keep+='|PROFILE|SPANK*|SUBMIT*|TASKS_PER_NODE|THREADS_PER_CORE|TOPOLOGY*|WORKING_CLUSTER'
+    keep="SLURM_@($keep|*SCRATCH*|*TMP*)"
     for name in "${!SLURM_@}" "${!SRUN_@}" "${!OMP_@}" "${!GOMP_@}" "${!TORCHELASTIC_@}"; do
         # shellcheck disable=SC2053 # a pattern
-        [[ $name == $ours ]] || unset "$name"
+        [[ $name == $keep ]] || unset "$name"
     done
     # A port that comes with an address is another job's. By itself, it is your choice.
     [ -z "${MASTER_ADDR:-}" ] || unset MASTER_PORT
-    # After sbatch --export, the tasks would not get this script's variables.
+    # After sbatch --export=…, srun would pass on only the variables named there.
     export SLURM_EXPORT_ENV=ALL
 }
 fail() {
@@ -84,5 +87,6 @@ fail() {
     exit 1
 }
 
+# Only now: in the lines above main, a module or conda may have harmless errors.
 set -euo pipefail
 main "$@"

@@ -129,7 +129,7 @@ def test_not_what_job_sh_is_for(jobs):
     result = sbatch(jobs, "multi_node", *part, ":", *part, "job.sh", *SYNTHETIC)
     assert_failed(result, "^job.sh: error: heterogeneous job$", times=1)
     result = sbatch(jobs, "", *part, "single_gpu/job.sh", *SYNTHETIC)
-    error = f"no {re.escape(str(jobs.clone))}/main.py"
+    error = f"no main.py in {re.escape(str(jobs.clone))}"
     assert_failed(result, f"^job.sh: error: {error}$", times=1)
     srun = ["srun", *part, "bash", "job.sh", *SYNTHETIC]
     for folder in ("single_gpu", "imagenet"):

@@ -37,13 +37,13 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "old, new, most_added, most_removed",
     [
-        ("single_gpu/main.py", "multi_gpu/main.py", 95, 18),
-        ("multi_gpu/main.py", "multi_node/main.py", 20, 10),
+        ("single_gpu/main.py", "multi_gpu/main.py", 101, 18),
+        ("multi_gpu/main.py", "multi_node/main.py", 21, 10),
         ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
         ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
         ("multi_node/job.sh", "multi_node/job_torchrun.sh", 18, 10),
-        ("multi_node/main.py", "imagenet/main.py", 205, 178),
-        ("multi_node/job.sh", "imagenet/job.sh", 140, 26),
+        ("multi_node/main.py", "imagenet/main.py", 205, 206),
+        ("multi_node/job.sh", "imagenet/job.sh", 139, 27),
         # What is shared with multi_node's changes there, too.
         ("multi_node/main.py", "docs/your_data/main.py", 8, 140),
         ("docs/your_training/before.py", "docs/your_training/main.py", 30, 8),
@@ -129,7 +129,7 @@ def test_the_page_shows_the_first_job_script():
     )
     shown = [line[3:] for part in parts for line in part.splitlines() if line]
     script = (REPOSITORY / "single_gpu" / "job.sh").read_text()
-    story, guards = script.split("\n# What guards.\n")
+    story, guards = script.split("\n# Checks before the training.\n")
     assert shown == [line for line in story.splitlines() if line]
     assert guards.endswith('\nset -euo pipefail\nmain "$@"\n')
 
