@@ -199,7 +199,7 @@ def list_zip(file: BinaryIO, archive: str) -> list[Member]:
                         f"{archive}: {name} is encrypted, or compressed by method "
                         f"{method}: make the zip with method 8, deflate, or 0, none"
                     )
-                with listed.open(info):  # compares two headers
+                with listed.open(info):  # compares two headers, and reads one
                     offset = file.tell()
                 folder = "/" * name.endswith("/")
                 name = check_name(name, archive) + folder

@@ -3,17 +3,18 @@
 import argparse
 import atexit
 import contextlib
-import ctypes
 import functools
 import hashlib
 import io
 import json
+import logging
 import math
 import multiprocessing.util
 import os
 import signal
 import socket
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -22,8 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from archives import Member, StagingError
-from checkpoint import Run
 from PIL import Image
+from run import Run
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.io import decode_image, encode_jpeg
@@ -222,14 +223,38 @@ class Augmented(Dataset):
         if epoch == 0:
             return self.center(image), label
         # The draw follows from these three, not from the worker or the rank that
-        # makes it: numbers, unlike text, have the same hash in every process.
-        # torch.manual_seed would seed every kind of device: 0.2 ms.
-        torch.default_generator.manual_seed(hash((self.seed, epoch, index)))
+        # makes it. torch.manual_seed would seed every kind of device: 0.2 ms.
+        torch.default_generator.manual_seed(make_seed(self.seed, epoch, index))
         return self.crop_and_flip(image), label
+
+
+def make_seed(*numbers: int) -> int:
+    """Return a seed that follows from these numbers."""
+    # NumPy's SeedSequence would take a twentieth of the time of a small image.
+    digest = hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+class BatchSampler:
+    """Which samples are in each batch of a loop, as (epoch, index).
+
+    Workers start before that is known: there are no batches before `set_epoch`.
+    """
+
+    epoch, batches = 0, []
+
+    def set_epoch(self, epoch: int, batches: np.ndarray) -> None:
+        self.epoch, self.batches = epoch, batches
+
+    def __iter__(self):
+        for batch in self.batches:
+            yield [(self.epoch, index) for index in batch.tolist()]
 
 
 def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
     """Return the training and the validation set. Exits where this node has none."""
+    if os.environ.get("OMP_PROC_BIND", "false").lower() != "false":
+        logging.warning("warning: OMP_PROC_BIND keeps all workers on one CPU: unset it")
     size = args.image_size * 256 // 224
     try:
         if args.synthetic:
@@ -253,17 +278,21 @@ def build_loader(data_set: Dataset, workers: int) -> DataLoader:
     some networks, as the docstring of DistributedDataParallel says. That is why this
     does not take pin_memory, which asks for the GPU.
     """
+    # The workers' sockets lie in the temporary folder, and the path of a socket has 107
+    # bytes at most: if it is longer, the thread that makes it dies, and training waits.
+    if len(tempfile.gettempdir()) > 74:
+        tempfile.tempdir = "/tmp"
     loader = DataLoader(
         data_set,
-        batch_sampler=[],  # `load` fills this very list for each epoch
+        batch_sampler=BatchSampler(),
         num_workers=workers,
         multiprocessing_context="fork" if workers else None,
         persistent_workers=workers > 0,
         worker_init_fn=start_worker,
     )
     if workers:
-        # The workers' sockets lie in a temporary folder. Made before the fork, it is
-        # this process's, which removes it. A killed worker would leave its own.
+        # Made before the fork, the sockets' folder is this process's, which removes it.
+        # A killed worker would leave its own.
         multiprocessing.util.get_temp_dir()
         iter(loader)  # starts them
         atexit.register(end_workers)
@@ -271,18 +300,9 @@ def build_loader(data_set: Dataset, workers: int) -> DataLoader:
 
 
 def start_worker(worker: int) -> None:
-    """Leave Slurm's signals to the rank, and use all CPUs of the task."""
+    """Leave Slurm's signals to the rank."""
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    # OMP_PROC_BIND, of some shells, has bound this process to the first CPU.
-    openmp = ctypes.CDLL(None)
-    cpus = []
-    for place in range(getattr(openmp, "omp_get_num_places", int)()):
-        numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
-        openmp.omp_get_place_proc_ids(place, numbers)
-        cpus += numbers
-    if cpus:
-        os.sched_setaffinity(0, cpus)
 
 
 def end_workers() -> None:
@@ -304,10 +324,10 @@ def training_batches(loader: DataLoader, run: Run, device: torch.device):
     order = rng.permutation(len(loader.dataset))
     steps = len(order) // run.global_batch_size
     batches = order[: steps * run.global_batch_size].reshape(steps, -1)
-    shares = batches[run.step :, rank::world_size]
-    for batch in load(loader, run.epoch, shares, device):
+    loader.batch_sampler.set_epoch(run.epoch, batches[run.step :, rank::world_size])
+    for batch in move_batches(loader, device):
         # What a model with dropout draws in a step does not depend on earlier stops.
-        torch.manual_seed(hash((loader.dataset.seed, run.epoch, run.step, rank)))
+        torch.manual_seed(make_seed(loader.dataset.seed, run.epoch, run.step, rank))
         yield batch
 
 
@@ -322,13 +342,12 @@ def evaluation_batches(loader: DataLoader, batch_size: int, device: torch.device
     batches = math.ceil(len(loader.dataset) / world_size / batch_size)
     padded = np.full(batches * batch_size, -1)
     padded[: len(share)] = share
-    return load(loader, 0, padded.reshape(batches, batch_size), device)
+    loader.batch_sampler.set_epoch(0, padded.reshape(batches, batch_size))
+    return move_batches(loader, device)
 
 
-def load(loader: DataLoader, epoch: int, batches: np.ndarray, device: torch.device):
-    """Yield the images and classes of batches of indices, on the device."""
-    batches = batches.tolist()
-    loader.batch_sampler[:] = [[(epoch, index) for index in row] for row in batches]
+def move_batches(loader: DataLoader, device: torch.device):
+    """Yield the loader's images and classes, on the device."""
     for batch in loader:
         if device.type == "cuda":
             # Or the CPU would wait for the copy, and for all the GPU's work before it.
@@ -342,7 +361,7 @@ def normalize(images: Tensor) -> Tensor:
     return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
 
 
-@functools.cache  # Each copy to the GPU makes the CPU wait for it: copy once.
+@functools.cache  # A copy to the GPU in every step would make the CPU wait.
 def mean_and_std(device: torch.device) -> Tensor:
     values = [[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]
     return 255 * torch.tensor(values, device=device).view(2, 3, 1, 1)

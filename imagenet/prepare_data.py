@@ -25,8 +25,6 @@ import archives
 import numpy as np
 from archives import HOST, Member, Source, StagingError, say
 
-threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
-
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -65,6 +63,7 @@ def main() -> None:
         level=logging.INFO, format=f"{HOST}: %(message)s", stream=sys.stdout
     )
     try:
+        remove_abandoned()
         stage(args)
     except (StagingError, OSError, ValueError, zlib.error) as error:
         sys.exit(
@@ -81,17 +80,18 @@ def stage(args: argparse.Namespace) -> None:
     source = archives.find_source(args.source)
     files = {path.name: path.stat().st_mtime_ns for path in source.paths()}
     wanted = {"files": files, "extract": args.extract, "resize": args.resize}
-    remove_abandoned()
     if is_staged(args.data_dir, wanted):
         return say(f"{args.data_dir} is staged already")
     data_dir = args.data_dir.resolve()
     data_dir.parent.mkdir(parents=True, exist_ok=True)
     # It gets its name when it is whole.
-    prefix = f"{data_dir.name}.unfinished-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=data_dir.parent) as name:
+    with tempfile.TemporaryDirectory(
+        dir=data_dir.parent, prefix=f"{data_dir.name}.unfinished-"
+    ) as name:
+        pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
         try:
             folder = Path(name)
-            images = fill(folder, source, wanted)
+            images = fill(folder, source, wanted, pool)
             # Where the images are, for data.py.
             wanted["classes"], indices = archives.make_index(images)
             for split, index in indices.items():
@@ -102,38 +102,39 @@ def stage(args: argparse.Namespace) -> None:
                 folder.rename(data_dir)
         finally:
             # After an error, threads may still be writing there.
-            threads.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
     seconds = time.perf_counter() - start
     say(f"staged {len(images)} images in {data_dir} after {seconds:.1f} s")
 
 
-def fill(folder: Path, source: Source, wanted: dict) -> list[Member]:
+def fill(
+    folder: Path, source: Source, wanted: dict, pool: ThreadPoolExecutor
+) -> list[Member]:
     """Put the images there in the form that is wanted, and return them."""
     side = wanted["resize"]
     if wanted["extract"]:
-        images = list_images(source)
+        images = list_images(source, pool)
         for class_folder in {os.path.dirname(image.name) for image in images}:
             os.makedirs(folder / class_folder, exist_ok=True)
-        convert(
-            source,
-            images,
-            side,
-            lambda name, data: (folder / name).write_bytes(data),
-        )
+
+        def write(name: str, content: bytes) -> None:
+            (folder / name).write_bytes(content)
+
+        convert(source, images, side, write, pool)
     elif side:
         path = folder / "images.zip"
         one_at_a_time = threading.Lock()
         with zipfile.ZipFile(path, "w") as archive:
 
-            def write(name: str, data: bytes) -> None:
+            def write(name: str, content: bytes) -> None:
                 with one_at_a_time:
-                    archive.writestr(name, data)
+                    archive.writestr(name, content)
 
-            convert(source, list_images(source), side, write)
+            convert(source, list_images(source, pool), side, write, pool)
         source = Source(path, path)
-        images = list_images(source)
+        images = list_images(source, pool)
     else:
-        images = list_images(source, copy_to=folder)
+        images = list_images(source, pool, copy_to=folder)
     wanted["archives"] = {"train": source.train.name, "val": source.val.name}
     return images
 
@@ -153,7 +154,9 @@ def is_staged(data_dir: Path, wanted: dict) -> bool:
     return True
 
 
-def list_images(source: Source, copy_to: Path | None = None) -> list[Member]:
+def list_images(
+    source: Source, pool: ThreadPoolExecutor, copy_to: Path | None = None
+) -> list[Member]:
     """Return all images, and copy the archives if there is a folder to copy to."""
     devkit = archives.read_devkit(source.devkit)
     parts = []
@@ -165,7 +168,7 @@ def list_images(source: Source, copy_to: Path | None = None) -> list[Member]:
                 # Nothing is copied yet, and a disk that is too small fails here.
                 os.posix_fallocate(file.fileno(), 0, archive.stat().st_size or 1)
         parts += [(archive, path, *part) for part in archives.list_parts(archive)]
-    futures = [threads.submit(copy_part, *part) for part in parts]
+    futures = [pool.submit(copy_part, *part) for part in parts]
     tenth = len(parts) // 10 + 1
     images = []
     for number, future in enumerate(futures, start=1):
@@ -198,9 +201,13 @@ def copy_part(
 
 
 def convert(
-    source: Source, images: list[Member], side: int | None, write: Callable
+    source: Source,
+    images: list[Member],
+    side: int | None,
+    write: Callable[[str, bytes], None],
+    pool: ThreadPoolExecutor,
 ) -> None:
-    """Call write(name, data) for each image, smaller if there is a side, in threads."""
+    """Write each image, smaller if there is a side, in threads."""
     if side:
         import data  # takes seconds
         import torch
@@ -224,12 +231,12 @@ def convert(
 
     parts = [images[i : i + 200] for i in range(0, len(images), 200)]
     try:
-        for number, _ in enumerate(threads.map(convert_some, parts), start=1):
+        for number, _ in enumerate(pool.map(convert_some, parts), start=1):
             if number % (len(parts) // 10 + 1) == 0:
                 say(f"converted {number / len(parts):.0%}")
     except BaseException:
         # What the other threads write to is closed next: let them end before.
-        threads.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
         raise
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoint import Run
+from run import Run
 
 
 class Watch:
@@ -133,7 +133,8 @@ class HangWatch:
     unless what it does may be slow. Then a thread of this class says what that rank is
     doing. If a rank is stopped or gone, the threads of the others say so, because its
     thread does not come to their barrier. They wait there for a part of `timeout`: so
-    they name it before any rank ends.
+    they name it before any rank ends. While C code holds Python's lock, no thread of
+    this class runs: then faulthandler shows the stacks, and ends this rank.
     """
 
     def __init__(self, timeout: float):
@@ -155,12 +156,15 @@ class HangWatch:
         """Give time to what may take long. All ranks enter it: others wait."""
         before = self.may_be_slow
         self.tick(self.doing, may_be_slow=True)
+        self._set_alarm()
         yield
         self.tick(self.doing, before)
+        self._set_alarm()
 
     def close(self) -> None:
         self.closed.set()
         self.thread.join()
+        faulthandler.cancel_dump_traceback_later()
 
     def _make_group(self) -> dist.ProcessGroup | None:
         # Where rank 0 is stopped, its barrier ends for the others after this timeout.
@@ -177,9 +181,16 @@ class HangWatch:
             )
             return None
 
+    def _set_alarm(self) -> None:
+        """End this rank in `timeout` seconds, unless this is called again before."""
+        faulthandler.cancel_dump_traceback_later()
+        if not self.may_be_slow:
+            faulthandler.dump_traceback_later(self.timeout, exit=True)
+
     def _run(self) -> None:
         closing = False
         while not closing:
+            self._set_alarm()
             closing = self.closed.wait(self.timeout / 40)
             if self.group:
                 self._meet(closing)
@@ -207,6 +218,9 @@ class HangWatch:
                 missing = [int(rank) for rank in found[1].split(",")]
             elif "Timed out" in str(error):
                 missing = [0]
+            elif dist.get_rank() == 0:
+                reason = str(error).split("\n")[0]
+                logging.error(f"error: a rank does not answer: {reason}")
             # Else rank 0 says who is missing, or srun says which process has ended.
         self.group = None  # after an error, gloo cannot use it again
         for rank in missing:

@@ -170,7 +170,7 @@ def errors(text: str) -> list[str]:
 # Stopped and started again
 
 # A model with BatchNorm and dropout, on 3 ranks: of 2 numbers, the sum does not depend
-# on their order, which settle_buckets keeps. A validation takes some seconds.
+# on their order, which rebuild_buckets keeps. A validation takes some seconds.
 RANKS = 3
 RUN = [
     *TINY,
@@ -525,7 +525,7 @@ def test_profile(tmp_path):
         assert len([name for name in found if name.startswith("ProfilerStep#")]) == 5
         collectives = {name for name in found if name.startswith("c10d::")}
         assert collectives == {"c10d::allreduce_"}
-        assert 10 <= found["c10d::allreduce_"] < 15  # two buckets, and `agree`
+        assert 10 <= found["c10d::allreduce_"] < 15  # two buckets, and meetings
         assert found["aten::_local_scalar_dense"] < 5  # values that are read
         # Two parts a step, no larger than --batch-size. One loss is to be reported.
         assert found["aten::cross_entropy_loss"] == 5 * 2 * 2

@@ -650,7 +650,6 @@ def test_damaged_image(imagenet, damaged, data_dir):
 
 def test_an_error_waits_for_the_other_threads(tmp_path, monkeypatch):
     """Or a zip would be closed while they write, and that would be said instead."""
-    monkeypatch.setattr(prepare_data, "threads", ThreadPoolExecutor(2))
     (tmp_path / "mine").touch()
     source = Source(tmp_path / "mine", tmp_path / "mine")
     # The second thread writes. Meanwhile, the first one finds a damaged image.
@@ -670,7 +669,7 @@ def test_an_error_waits_for_the_other_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_data.archives, "read_member", read_member)
     with pytest.raises(StagingError, match=r"train/a/1.jpg .*damaged"):
         try:
-            prepare_data.convert(source, images, None, write)
+            prepare_data.convert(source, images, None, write, ThreadPoolExecutor(2))
         finally:
             failed.set()
     assert early == [False]

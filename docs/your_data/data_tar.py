@@ -174,7 +174,7 @@ def normalize(images: Tensor) -> Tensor:
 
 
 def build_model(classes: int) -> nn.Module:
-    """Return a ResNet-18 whose stem keeps 32 x 32 pixels: ImageNet's leaves 8 x 8."""
+    """Return a ResNet-18 for 32 x 32 pixels, which ImageNet's would shrink to 8 x 8."""
     model = models.resnet18(num_classes=classes)
     model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
     model.maxpool = nn.Identity()

@@ -73,7 +73,7 @@ def main() -> None:
 
             def turn() -> None:
                 batches = example.training_batches(loader, run, device)
-                example.train(ddp_model, coordinator, watch.batches(batches))
+                example.train(ddp_model, run, coordinator, watch.batches(batches))
                 run.epoch += 1
                 run.step = 0
                 run.metrics.zero_()

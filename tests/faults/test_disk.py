@@ -89,10 +89,11 @@ def test_checkpoint_folder(user, tmp_path, what):
     disk = "/tmp/a small disk"  # for two checkpoints, not for the third
     folder = (tmp_path if what == "gone" else Path(disk)) / "checkpoints"
     first = folder / "epoch-001-step-000003.pt"
+    # All nodes of a job must see its checkpoints.
+    nodes = ["--nodes=1", "--nodelist=node1"] if what == "full" else []
+    arguments = [*EPOCHS, "--save-steps=3", "--keep=9", f"--checkpoint-dir={folder}"]
     with disk_on(user, "node1", disk, "size=8m"):
-        job = user.train(
-            *EPOCHS, "--save-steps=3", "--keep=9", f"--checkpoint-dir={folder}"
-        )
+        job = user.train(*arguments, flags=[*TWO, *nodes])
         if what == "gone":
             user.until_found(job, first.exists, "checkpoint", 60, 0.001)
             folder.rename(tmp_path / "elsewhere")

@@ -5,6 +5,7 @@ that really sleep, are stopped and are killed. TensorBoard and W&B read what is 
 """
 
 import argparse
+import ctypes
 import importlib
 import json
 import logging
@@ -102,6 +103,8 @@ def train_and_hang(folder: Path, fault: str, culprit: int) -> None:
     for step, samples in enumerate(watching.batches(load())):
         if step == 3 and mine and fault == "forward":
             model.register_forward_pre_hook(sleep_for_ever)
+        if step == 3 and mine and fault == "lock":
+            ctypes.PyDLL(None).sleep(60)  # which does not let go of Python's lock
         if step == 3 and mine and fault == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         if step == 3 and fault == "saving":
@@ -156,6 +159,16 @@ def test_stopped_rank(fault, culprit, tmp_path):
     assert named == [(str(culprit), HOST)] * (2 if culprit == 0 else 1), text
     assert set(find_hanging(text)) == {0, 1, 2} - {culprit}, text
     assert text.index("does not answer") < text.index("has not moved")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_rank_in_c_code(ranks, tmp_path):
+    """Its own thread cannot run. Its stacks are shown, it ends, and others name it."""
+    text = end_with_the_first(tmp_path, ranks, train_and_hang, "lock", ranks - 1)
+    stacks = text[text.index("Timeout (0:00:06)!") :]
+    assert "in train_and_hang" in stacks, text
+    named = re.findall(r"^error: rank (\d) on \S+ does not", text, re.MULTILINE)
+    assert named == ["2"] * (ranks > 1), text
 
 
 def work_slowly(folder: Path) -> None:

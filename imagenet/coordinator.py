@@ -1,0 +1,134 @@
+"""When the ranks save, and when they stop: they decide it together."""
+
+import argparse
+import logging
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from checkpoint import Checkpoints
+from run import Run, RunError, StopRequested
+from torch import Tensor
+from watch import Watch
+
+
+class Coordinator:
+    """Lets the ranks decide together when to save and when to stop.
+
+    They meet after some of their steps, add up what each has to say, and go by that.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        checkpoints: Checkpoints,
+        watch: Watch,
+        args: argparse.Namespace,
+    ):
+        self.run, self.checkpoints = run, checkpoints
+        self.watch, self.args = watch, args
+        # A start that must stop at once has got further, too.
+        self.steps_to_meeting = 1
+        self.logged_at = time.monotonic()
+        self.stop_signals = []
+
+    def catch_stop_signals(self) -> None:
+        """Note, and survive, SIGUSR1 before the time limit, and SIGTERM.
+
+        They may come in the middle of anything, and twice, from srun and from uv: the
+        handler does nothing else.
+        """
+
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(
+                number, lambda number, frame: self.stop_signals.append(number)
+            )
+
+    def after_step(self, metrics: Tensor) -> None:
+        """Count a step, and meet if it is time to. Raises StopRequested, RunError."""
+        self.run.step += 1
+        self.steps_to_meeting -= 1
+        if self.steps_to_meeting == 0:
+            self._meet(metrics)
+
+    def validation(self, batches: Iterable) -> Iterator:
+        """Yield the batches of a validation. Raises StopRequested.
+
+        The epoch is saved before, and the next start goes on with its validation.
+        """
+        for number, (images, labels) in enumerate(batches):
+            if number % 20 == 0:
+                stop = torch.tensor(len(self.stop_signals), device=images.device)
+                dist.all_reduce(stop)
+                if stop:
+                    raise StopRequested
+            yield images, labels
+
+    def end_epoch(self, values: dict[str, float]) -> None:
+        """Log the epoch's metrics, keep its model if it is the best, and go on."""
+        run = self.run
+        self.watch.tracker.log(run.scheduler.last_epoch, values)
+        with self.watch.hangs.paused():
+            self.checkpoints.save_if_best(run, values["valid/accuracy"])
+        run.epoch += 1
+        run.step = 0
+        run.metrics = torch.zeros_like(run.metrics)
+
+    def _meet(self, metrics: Tensor) -> None:
+        run, save_steps = self.run, self.args.save_steps
+        stop, due, speed = self._add_up(metrics)
+        self._check_loss()
+        self._log(speed)
+        if stop or due or run.step % save_steps == 0 or run.step == run.steps:
+            with self.watch.hangs.paused():
+                self.checkpoints.save(run)
+        if stop:
+            raise StopRequested
+        # Again in 20 steps or two seconds: a signal leaves little time. But before that
+        # if a checkpoint is due, or the epoch ends.
+        self.steps_to_meeting = min(
+            max(1, min(20, int(2 * speed))),
+            save_steps - run.step % save_steps,
+            run.steps - run.step % run.steps,
+        )
+
+    def _add_up(self, metrics: Tensor) -> tuple[float, float, float]:
+        """Return how many ranks must stop, and should save, and their mean speed."""
+        due = time.monotonic() - self.checkpoints.saved_at > 60 * self.args.save_minutes
+        speed = self.watch.steps_per_second() / dist.get_world_size()
+        mine = metrics.new_tensor([bool(self.stop_signals), due, speed])
+        sums = torch.cat((metrics, mine))
+        dist.all_reduce(sums)
+        *totals, stop, due, speed = sums.tolist()
+        self.run.metrics = torch.tensor(totals, dtype=torch.float64)
+        return stop, due, speed
+
+    def _check_loss(self) -> None:
+        loss = self.run.metrics[0].item()
+        if not math.isfinite(loss):
+            raise RunError(
+                f"the loss is {loss} before step {self.run.step} of epoch "
+                f"{self.run.epoch}: nothing of it is saved; "
+                "try a smaller --learning-rate, or look at the data"
+            )
+
+    def _log(self, speed: float) -> None:
+        """Log the epoch so far, over all ranks; a line of it every minute."""
+        run = self.run
+        loss, correct, samples = run.metrics.tolist()
+        loss, accuracy = loss / samples, correct / samples
+        values = {"train/loss": loss, "train/accuracy": accuracy}
+        self.watch.tracker.log(run.scheduler.last_epoch, values)
+        seconds = time.monotonic() - self.logged_at
+        # In a terminal, there is a bar.
+        if seconds > 60 and not sys.stderr.isatty():
+            self.logged_at += seconds
+            logging.info(
+                f"Epoch {run.epoch}, step {run.step} of {run.steps}: "
+                f"train loss {loss:.3f} accuracy {accuracy:.2%}, "
+                f"{speed * run.global_batch_size:.0f} images/s"
+            )
