@@ -31,7 +31,7 @@ PAGES = {
     "Your own work": [
         *(
             f"docs/{name}"
-            for name in ("your_data", "sharded", "after_a_job", "clusters")
+            for name in ("resources", "your_data", "sharded", "after_a_job", "clusters")
         )
     ],
     "When it fails": ["docs/troubleshooting", "docs/interactive"],

@@ -46,19 +46,19 @@ def draw_cifar10() -> str:
             "gpu",
             "training_batches",
             ("32 rows, 32 columns", "of each; flips some"),
-            ("uint8", "128, 32, 32, 3"),
+            ("uint8", "256, 32, 32, 3"),
         ),
         Stage(
             "gpu",
             "normalize",
             ("mean 0, deviation 1,", "channels_last"),
-            ("float32", "128, 3, 32, 32"),
+            ("float32", "256, 3, 32, 32"),
         ),
         Stage(
             "gpu",
             "model",
             ("bfloat16, if the GPU", "computes it itself"),
-            ("logits", "128, 10"),
+            ("logits", "256, 10"),
         ),
     ]
     middle = LEFT + 2 * STEP + STAGE_WIDTH / 2
@@ -77,7 +77,7 @@ def draw_cifar10() -> str:
             "small center",
             middle,
             numbers_y + 47,
-            "they follow from seed, epoch and sample alone",
+            "they depend only on seed, epoch and sample",
         ),
         arrow("address", middle, numbers_y, top + STAGE_HEIGHT),
     ]
@@ -86,7 +86,7 @@ def draw_cifar10() -> str:
 
 def draw_imagenet() -> str:
     """Bytes until the end: read and decoded in workers, normalized on the GPU."""
-    tops = (98, 284)
+    tops = (98, 290)
     reading = [
         Stage(
             "disk",
@@ -161,14 +161,14 @@ def draw_imagenet() -> str:
             f"M{end_x} {tops[0] + STAGE_HEIGHT + 2} V{between} H{start_x} "
             f"V{tops[1] - 2} {arrow_head(start_x, tops[1] - 2, 1)}",
         ),
-        box("node", LEFT + 2 * STEP - 12, 258, 936 - LEFT - 2 * STEP + 12, 150),
-        text("", LEFT + 2 * STEP, 276, "the rank's GPU"),
+        box("node", LEFT + 2 * STEP - 12, 250, 936 - LEFT - 2 * STEP + 12, 168),
+        text("", LEFT + 2 * STEP, 274, "the rank's GPU"),
         *draw_row(training, 1, tops[1]),
         text("small", LEFT, tops[1] + 24, "A batch of 256 is"),
         text("small", LEFT, tops[1] + 44, "39 MB as uint8 and"),
         text("small", LEFT, tops[1] + 64, "154 MB as float32."),
     ]
-    return picture(432, "The path of a batch in imagenet", *shapes)
+    return picture(438, "The path of a batch in imagenet", *shapes)
 
 
 def draw_row(stages: list[Stage], slot: int, y: int) -> list[str]:

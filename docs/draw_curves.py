@@ -21,7 +21,7 @@ EPOCH = re.compile(
 )
 TEST = re.compile(r"Test loss \S+ accuracy ([\d.]+)%")
 # In pixels: where the plots are.
-LEFT, RIGHT, HEIGHT, TOPS = 84, WIDTH - 40, 190, (92, 366)
+LEFT, RIGHT, HEIGHT, TOPS = 84, WIDTH - 40, 190, (92, 372)
 LOG = Path(__file__).with_name("curves.out")
 PICTURES = {
     "curves.svg": lambda: draw(
@@ -71,7 +71,7 @@ def draw(log: str, name: str) -> str:
         accuracies.append(("address", "test", {max(epochs): float(test[1])}))
     lowest = min(value for _, _, curve in accuracies for value in curve.values())
     return picture(
-        600,
+        624,
         f"{html.escape(name)}: accuracy and images/s",
         *plot(TOPS[0], "accuracy, %", accuracies, epochs, lowest),
         *plot(TOPS[1], "images/s", [("disk", "images/s", rate)], epochs, 0),
@@ -99,7 +99,7 @@ def plot(
     shapes = [
         box("node", LEFT - 12, top - 8, RIGHT - LEFT + 24, HEIGHT + 16),
         text("", LEFT - 12, top - 18, title),
-        text("small right", LEFT - 20, top + HEIGHT + 28, "epoch"),
+        text("small center", (LEFT + RIGHT) / 2, top + HEIGHT + 46, "epoch"),
     ]
     for tick in y_ticks:
         y = place(first, tick)[1]

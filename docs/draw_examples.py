@@ -21,7 +21,7 @@ HOSTS = ("node1", "node2")
 # In pixels. The disks are on the outside, so that
 # the all-reduce has only the tasks above it.
 NODE_WIDTH, NODE_STEP, NODE_HEIGHT = 450, 462, 152
-DISK_WIDTH, TASKS_WIDTH, GAP = 74, 338, 6
+DISK_WIDTH, TASKS_WIDTH, GAP = 78, 314, 6
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def draw_example(example: str) -> str:
             "small center",
             (left + right) / 2,
             94,
-            f"MASTER_ADDR: {address}, where ranks meet",
+            f"ranks meet at MASTER_ADDR, {address}",
         ),
         arrow("address", task_x(0, 0, tasks) + task_width(tasks) / 2, 104, node_y + 40),
         box("gpu", left, bar_y, right - left, 28),
@@ -74,7 +74,7 @@ def draw_example(example: str) -> str:
     ]
     height = bar_y + 28 + 20
     if example == "imagenet":
-        shared_y = bar_y + 48
+        shared_y = bar_y + 58
         shapes += [
             box("disk", 24, shared_y, width - 48, 36),
             text(
@@ -90,11 +90,11 @@ def draw_example(example: str) -> str:
             for n in range(nodes)
         ]
         # Rank 0 writes checkpoints, and reads one at the start.
-        x, rank_y = left - 5, node_y + 60
+        x, rank_y = left - 16, node_y + 60
         down_to = f"V{shared_y - 2} {arrow_head(x, shared_y - 2, 1)}"
         back = f"M{left - 5} {rank_y - 4} L{left} {rank_y} L{left - 5} {rank_y + 4}"
         shapes.append(path("task line", f"M{left} {rank_y} H{x} {down_to} {back}"))
-        shapes.append(text("small", x + 8, shared_y - 8, "checkpoints"))
+        shapes.append(text("small", x + 8, shared_y - 11, "checkpoints"))
         height = shared_y + 36 + 20
     return picture(height, EXAMPLES[example], *shapes, width=width)
 

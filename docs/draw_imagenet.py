@@ -13,8 +13,8 @@ WIDTH = 960
 INDEX = (
     (0, "label", "417"),
     (46, "name", "n02782093/…6.JPEG"),
-    (190, "offset", "58720768"),
-    (258, "size", "110214"),
+    (186, "offset", "58720768"),
+    (256, "size", "110214"),
 )
 DASHED = """
 .dashed { stroke-dasharray: 5 4; }
@@ -94,7 +94,7 @@ def draw_staged_node(host: str, y: int) -> list[str]:
             318,
             y + 32,
             f'disk of <tspan class="name">{host}</tspan>: '
-            '<tspan class="name">$SLURM_TMPDIR/data</tspan>',
+            '<tspan class="name">$LOCAL_JOB_DIR/data</tspan>',
         ),
         text("small name", bar_x, bar_y - 7, "…_img_train.tar"),
         text("small right", 640, bar_y - 7, "as it was, image after image"),
@@ -113,7 +113,7 @@ def draw_staged_node(host: str, y: int) -> list[str]:
         path("address", f"M{bar_x + 1} {row_y + 24} h320 v23 h-320 z"),
         arrow("address", target, row_y + 22, bar_y + 34),
         *(
-            text("small name", bar_x + 10 + x, row_y + line_y, words)
+            text("small name", bar_x + 8 + x, row_y + line_y, words)
             for x, *column in INDEX
             for line_y, words in zip((17, 40), column, strict=True)
         ),
@@ -135,18 +135,18 @@ def draw_checkpoints() -> str:
     """A checkpoint's way to the disk, above, and back from it."""
     others_y, rank_0_y, height = 72, 126, 38
     stages = [
-        (302, 228, "write ….pt.partial"),
-        (534, 60, "fsync"),
-        (598, 76, "rename"),
-        (678, 140, "remove oldest"),
+        (316, 214, "write a .partial file"),
+        (534, 66, "fsync"),
+        (604, 84, "rename"),
+        (692, 140, "remove oldest"),
     ]
     shapes = [
-        text("right", 106, others_y + 24, "other ranks:"),
-        text("right", 106, rank_0_y + 24, "rank 0:"),
-        box("node", 302, others_y, 516, height),
-        text("center", 560, others_y + 24, "wait"),
+        text("right", 120, others_y + 24, "other ranks:"),
+        text("right", 120, rank_0_y + 24, "rank 0:"),
+        box("node", 316, others_y, 516, height),
+        text("center", 574, others_y + 24, "wait"),
     ]
-    for i, x in enumerate((118, 164, 210, 256, 822, 868)):
+    for i, x in enumerate((132, 178, 224, 270, 836, 882)):
         for y in (others_y, rank_0_y):
             shapes += [
                 box("task", x, y, 42, height),
@@ -157,7 +157,7 @@ def draw_checkpoints() -> str:
             box("gpu", x, rank_0_y, width, height),
             text("center", x + width / 2, rank_0_y + 24, words),
         ]
-    rename_x, rename_y = 636, rank_0_y + height
+    rename_x, rename_y = 646, rank_0_y + height
     folder_y = 216
     files = [
         ("gpu", "epoch-002-step-000400.pt", "the newest"),
@@ -205,8 +205,8 @@ def draw_checkpoints() -> str:
         arrow("gpu", 830, folder_y + 78, folder_y + 112),
         text("small", 840, folder_y + 100, "yes"),
         box("gpu", 744, folder_y + 112, 176, 68),
-        text("small center", 832, folder_y + 133, "all ranks get it, go on"),
-        text("small center", 832, folder_y + 150, "at its step, with the"),
+        text("small center", 832, folder_y + 133, "all ranks get it, and"),
+        text("small center", 832, folder_y + 150, "resume at its step: the"),
         text("small center", 832, folder_y + 167, "same weights, bit for bit"),
         arrow_right("task", 476, 520, folder_y + 59),
     ]
@@ -222,22 +222,23 @@ def draw_requeue() -> str:
     lanes = {"Slurm": 74, "job.sh": 158, "main.py": 242}
     bars = [
         ("Slurm", 112, 70, "node", "queue"),
-        ("Slurm", 186, 440, "disk", "the job runs, for --time at most"),
+        ("Slurm", 186, 446, "disk", "the job runs, for --time at most"),
         ("Slurm", 662, 70, "node", "queue"),
-        ("Slurm", 736, 200, "disk", "the job runs again"),
+        ("Slurm", 736, 206, "disk", "the job runs again"),
         ("job.sh", 186, 86, "address", "code, data"),
-        ("job.sh", 276, 280, "task", "waits for srun"),
-        ("job.sh", 560, 72, "address", "clean up"),
-        ("job.sh", 736, 86, "address", "code, data"),
-        ("job.sh", 826, 110, "task", "waits for srun"),
-        ("main.py", 276, 160, "gpu", "steps 1 to 412"),
-        ("main.py", 440, 52, "gpu", "agree"),
-        ("main.py", 496, 54, "gpu", "save"),
-        ("main.py", 826, 110, "gpu", "steps from 413"),
+        # Between these two, the signal passes by: Slurm sends it to the ranks.
+        ("job.sh", 276, 144, "task", "waits for srun"),
+        ("job.sh", 440, 112, "task", "still waits"),
+        ("job.sh", 556, 76, "address", "cleans up"),
+        ("job.sh", 736, 82, "address", "code, data"),
+        ("job.sh", 826, 116, "task", "waits for srun"),
+        ("main.py", 276, 156, "gpu", "steps 1 to 412"),
+        ("main.py", 436, 58, "gpu", "agree"),
+        ("main.py", 498, 54, "gpu", "save"),
+        ("main.py", 822, 120, "gpu", "steps from 413"),
     ]
     signal, end, limit, resume = 430, 550, 642, lanes["main.py"]
     shapes = [
-        # It passes behind job.sh's bar: Slurm signals the ranks themselves.
         arrow("address", signal, lanes["Slurm"] + 36, lanes["main.py"]),
         text(
             "small right",
@@ -256,7 +257,7 @@ def draw_requeue() -> str:
         ]
     shapes += [
         arrow("task", end, lanes["main.py"], lanes["job.sh"] + 36),
-        text("small", end + 8, lanes["job.sh"] + 66, "all leave"),
+        text("small", end + 8, lanes["job.sh"] + 66, "all exit"),
         arrow("task", 608, lanes["job.sh"], lanes["Slurm"] + 36),
         text("small right", 600, lanes["Slurm"] + 58, "it got further:"),
         text("small right", 600, lanes["Slurm"] + 74, "scontrol requeue"),
@@ -269,7 +270,7 @@ def draw_requeue() -> str:
             f"{arrow_head(846, resume + 38, -1)}",
         ),
     ]
-    return picture(336, "A job that goes on after its time limit", *shapes)
+    return picture(336, "A job that continues after its time limit", *shapes)
 
 
 def cylinder(x: float, y: float, width: float, height: float) -> list[str]:

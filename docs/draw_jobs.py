@@ -1,4 +1,4 @@
-"""Write cluster.svg, global_batch.svg and hang.svg: a job's way, its batches, a hang.
+"""Write cluster.svg, global_batch.svg and hang.svg: a job's path, its batches, a hang.
 
 The pictures take the colour scheme of the page that shows them,
 as that of draw_ranks.py does.
@@ -17,81 +17,79 @@ def main() -> None:
 
 def draw_cluster() -> str:
     """From the login node through the queue to the tasks on two nodes."""
-    top, disk_y = 64, 302
+    top, height, disk_y = 64, 250, 348
     shapes = [
-        box("node", 24, top, 178, 206),
+        box("node", 24, top, 190, height),
         text("title", 40, top + 30, "login node"),
-        text("", 40, top + 58, "You type:"),
-        text("small name", 40, top + 84, "sbatch job.sh"),
-        text("small name", 40, top + 106, "squeue --me"),
-        text("small name", 40, top + 128, "tail -F slurm-8.out"),
-        text("small", 40, top + 160, "Do not train here."),
-        arrow_right("task", 202, 236, top + 80),
-        box("node", 236, top, 148, 206),
-        text("title", 252, top + 30, "queue"),
-        text("small right", 370, top + 30, "PD"),
-        text("small", 252, top + 54, "Slurm starts a"),
-        text("small", 252, top + 72, "job when its"),
-        text("small", 252, top + 90, "nodes are free."),
-        arrow_right("task", 384, 418, top + 80),
+        text("", 40, top + 62, "You type:"),
+        text("small name", 40, top + 92, "sbatch job.sh"),
+        text("small name", 40, top + 116, "squeue --me"),
+        text("small name", 40, top + 140, "tail -F slurm-8.out"),
+        text("small", 40, top + 176, "Do not train here."),
+        arrow_right("task", 214, 244, top + 88),
+        box("node", 244, top, 154, height),
+        text("title", 260, top + 30, "queue"),
+        text("small", 260, top + 60, "Slurm starts a"),
+        text("small", 260, top + 80, "job when what it"),
+        text("small", 260, top + 100, "needs is free."),
+        arrow_right("task", 398, 428, top + 88),
     ]
     for number, (job, kind) in enumerate(
-        {"job 8, yours": "address", "job 9": "task"}.items()
+        {"job 8 was here": "address dashed", "job 9: PD": "task"}.items()
     ):
-        y = top + 108 + number * 44
+        y = top + 122 + number * 48
         shapes += [
-            box(kind, 252, y, 116, 32),
-            text("small center", 310, y + 21, job),
+            box(kind, 260, y, 122, 36),
+            text("small center", 321, y + 23, job),
         ]
     shapes += [
-        box("node", 418, top, 282, 206),
-        text("title", 434, top + 30, "node1"),
-        text("small right", 688, top + 30, "job 8: R"),
-        box("address", 434, top + 44, 250, 46),
-        text("small center", 559, top + 63, "batch shell: runs job.sh,"),
-        text("small center", 559, top + 81, "on the first node only"),
-        box("node", 718, top, 218, 206),
+        box("node", 428, top, 274, height),
+        text("title", 444, top + 30, "node1"),
+        text("small right", 686, top + 30, "job 8: R"),
+        box("address", 444, top + 44, 242, 46),
+        text("small center", 565, top + 63, "batch shell: runs job.sh,"),
+        text("small center", 565, top + 81, "on the first node only"),
+        box("node", 718, top, 218, height),
         text("title", 734, top + 30, "node2"),
+        text("small right", 920, top + 30, "job 8: R"),
         path(
             "address line",
-            f"M686 {top + 67} H827 V{top + 112} {arrow_head(827, top + 112, 1)}",
+            f"M688 {top + 67} H780 V{top + 116} {arrow_head(780, top + 116, 1)}",
         ),
-        arrow("address", 559, top + 90, top + 114),
-        text("small name", 568, top + 107, "srun"),
-        text("small name", 836, top + 90, "srun"),
+        arrow("address", 504, top + 90, top + 118),
+        text("small name", 514, top + 109, "srun"),
+        text("small name", 790, top + 92, "srun"),
     ]
-    for rank, x in enumerate((434, 562, 734, 834)):
-        width = 122 if rank < 2 else 92
-        shapes += [
-            box("task", x, top + 114, width, 40),
-            text("small center", x + width / 2, top + 139, f"task {rank}"),
-        ]
-    for x, width, words in (
-        (434, 250, "two GPUs and its own disk"),
-        (734, 192, "two GPUs and its own disk"),
-    ):
-        shapes += [
-            box("gpu", x, top + 162, width, 32),
-            text(
-                "small center",
-                x + width / 2,
-                top + 183,
-                words,
-            ),
-        ]
+    for node, (left, width) in enumerate(((444, 242), (734, 186))):
+        half = (width - 6) / 2
+        memory = half + 22 * node  # its words need room
+        for x, y, size, kind, words in (
+            (left, 118, half, "task", f"task {2 * node}"),
+            (left + half + 6, 118, half, "task", f"task {2 * node + 1}"),
+            (left, 164, memory, "page", "CPUs, memory"),
+            (left + memory + 6, 164, width - memory - 6, "gpu", "2 GPUs"),
+            (left, 206, width, "disk", "its own disk"),
+        ):
+            shapes += [
+                box(kind, x, top + y, size, 34),
+                text("small center", x + size / 2, top + y + 22, words),
+            ]
     shapes += [
-        box("disk", 24, disk_y, 912, 46),
+        box("disk", 24, disk_y, 912, 54),
         text(
             "center",
             480,
-            disk_y + 20,
+            disk_y + 23,
             "shared disk: your clone of this repository, data, logs, checkpoints",
         ),
-        text("small center", 480, disk_y + 38, "the same files on every node"),
-        *(arrow("disk", x, disk_y, top + 206, both_ends=True) for x in (113, 559, 827)),
+        text("small center", 480, disk_y + 43, "the same files on every node"),
+        *(
+            arrow("disk", x, disk_y, top + height, both_ends=True)
+            for x in (119, 565, 827)
+        ),
     ]
     return picture(
-        370, "A job's way: from sbatch through the queue to its tasks", *shapes
+        422, "The path of a job: from sbatch through the queue to its tasks", *shapes
     )
 
 
@@ -138,13 +136,15 @@ def draw_global_batch() -> str:
             "all-reduce: every rank gets the mean of all gradients: the same step",
         ),
     ]
-    return picture(310, "One global batch, dealt out to the ranks like cards", *shapes)
+    return picture(
+        310, "One global batch: each rank takes every fourth sample", *shapes
+    )
 
 
 def draw_hang() -> str:
     """Four ranks on two nodes, of which one stops; who says so, and what follows."""
-    left, step, end = 116, 38, 760
-    named, over = 470, 640
+    left, step, end = 132, 42, 760
+    named, over = 500, 650
     # The lines pass behind the ranks.
     shapes = [
         path("address line dashed", f"M{named} 66 V270"),
@@ -159,8 +159,8 @@ def draw_hang() -> str:
         steps = 4 if rank == 2 else 5
         for i in range(steps):
             shapes += [
-                box("task", left + i * step, y, 34, 34),
-                text("small center", left + i * step + 17, y + 22, f"{400 + i}"),
+                box("task", left + i * step, y, 38, 34),
+                text("small center", left + i * step + 19, y + 22, f"{400 + i}"),
             ]
         x = left + steps * step
         if rank == 2:
@@ -170,7 +170,7 @@ def draw_hang() -> str:
                     "center",
                     (x + over) / 2,
                     y + 22,
-                    "does not go on: stopped, or cut off",
+                    "does not continue: stopped, or cut off",
                 ),
             ]
         else:
@@ -180,20 +180,25 @@ def draw_hang() -> str:
                     "center",
                     (x + over) / 2,
                     y + 22,
-                    "waits in step 404 for rank 2's gradients",
+                    "waits in step 404 for rank 2",
                 ),
             ]
     shapes += [
-        text("small center", named - 60, 60, "the ranks' threads met without it"),
-        text("small center", over + 20, 60, "--timeout: 120 s"),
-        box("gpu", over + 12, 84, 108, 80),
+        text(
+            "small center",
+            named - 44,
+            60,
+            "watch threads notice that rank 2 is missing",
+        ),
+        text("small", over - 40, 60, "--timeout: 120 s"),
+        box("gpu", over + 14, 84, 104, 80),
         text("small center", over + 66, 112, "srun ends"),
         text("small center", over + 66, 130, "all ranks;"),
         text("small center", over + 66, 148, "requeue"),
-        box("task", end + 6, 84, 170, 80),
-        text("small center", end + 91, 112, "the next start goes"),
-        text("small center", end + 91, 130, "on from the last"),
-        text("small center", end + 91, 148, "checkpoint"),
+        box("task", end + 16, 84, 160, 80),
+        text("small center", end + 96, 112, "the next start"),
+        text("small center", end + 96, 130, "resumes from the last"),
+        text("small center", end + 96, 148, "checkpoint"),
         text(
             "name",
             left,
@@ -214,7 +219,7 @@ def draw_hang() -> str:
         ),
     ]
     return picture(
-        364, "A hang: the rank that stops is named, and the job goes on", *shapes
+        364, "A hang: the rank that stops is named, and the job continues", *shapes
     )
 
 

@@ -18,10 +18,10 @@ ALL_REDUCE_Y, ALL_REDUCE_HEIGHT = 318, 42
 NODE_HEIGHT, NODE_Y = 184, (116, 378)
 TASK_HEIGHT, TASK_Y = 96, (132, 450)
 GPU_HEIGHT, GPU_Y = 36, (248, 394)
-TASK_X, TASK_WIDTH, TASK_STEP = 232, 130, 142
+TASK_X, TASK_WIDTH, TASK_STEP = 220, 130, 142
 TASKS_WIDTH = (TASKS_PER_NODE - 1) * TASK_STEP + TASK_WIDTH
 TASKS_CENTER = TASK_X + TASKS_WIDTH / 2
-DISK_X, DISK_WIDTH, DISK_HEIGHT = 804, 122, 104
+DISK_X, DISK_WIDTH, DISK_HEIGHT = 790, 136, 104
 
 STYLE = """\
 text { font: 16px sans-serif; fill: #1f2328; }
@@ -153,7 +153,7 @@ def draw_disk(x: float, y: float) -> list[str]:
         ),
         path("disk line", f"{start} {arc} 0 {DISK_WIDTH} 0"),
         text("center", center, y + 41, "node's disk"),
-        text("name center", center, y + 62, "SLURM_TMPDIR"),
+        text("name center", center, y + 62, "LOCAL_JOB_DIR"),
         text("center", center, y + 84, "staged data"),
     ]
 

@@ -361,7 +361,7 @@ def normalize(images: Tensor) -> Tensor:
     return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
 
 
-@functools.cache  # Each copy to the GPU makes the CPU wait for it: copy once.
+@functools.cache  # A copy to the GPU in every step would make the CPU wait.
 def mean_and_std(device: torch.device) -> Tensor:
     values = [[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]
     return 255 * torch.tensor(values, device=device).view(2, 3, 1, 1)

@@ -28,6 +28,7 @@ from slurm_jobs import (
     Jobs,
     Result,
     User,
+    listing,
     take_any_checksum,
     weights,
 )
@@ -179,6 +180,32 @@ def binding_jobs(start_cluster, clone, archive, tmp_path_factory):
         jobs = start_jobs(cluster, clone, archive, tmp_path_factory.mktemp("logs"))
         jobs.env["SLURM_CPU_BIND"] = "none"
         yield jobs
+
+
+@pytest.fixture(scope="session")
+def project(jobs, tmp_path_factory) -> Path:
+    """A project of one's own, as docs/your_training.rst has people make it."""
+    folder = tmp_path_factory.mktemp("a project")
+    blocks = [listing("your_training.rst", words) for words in ("uv init", "sed ")]
+    jobs.type_in(folder, "".join(blocks))
+    (project,) = folder.iterdir()
+    return project
+
+
+@pytest.fixture(scope="session")
+def several(jobs, project):
+    """Return what makes a folder in it, with multi_node's job.sh and a script."""
+    words = r"""sed 's|\.\./\.venv|.venv|' "$PYTORCH_ON_SLURM/multi_node"""
+
+    def make(script: Path) -> Path:
+        folder = project / script.parent.name
+        folder.mkdir()
+        (folder / ".venv").symlink_to(project / ".venv")
+        jobs.type_in(folder, listing("your_training.rst", words))
+        shutil.copy(script, folder / "main.py")
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

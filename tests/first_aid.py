@@ -45,7 +45,7 @@ OVER = tuple(
 )
 
 # Of a job that does not run before its session goes on.
-NOT_YET = ("PENDING BeginTime", "PENDING JobHeldUser")
+NOT_YET = ("PENDING BeginTime", "PENDING JobHeldUser", "PENDING JobArrayTaskLimit")
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Shell:
 def rename(text: str, jobs: dict[str, str]) -> str:
     """Return text with other numbers for some jobs."""
     return re.sub(
-        rf"({JOB})({'|'.join(jobs) or 'none'})\b",
+        rf"({JOB})({'|'.join(jobs) or 'none'})(?!\d)",
         lambda match: match[1] + jobs[match[2]],
         text,
         flags=re.MULTILINE,

@@ -73,6 +73,12 @@ def listings(page: str, heading: str) -> list[str]:
     return [textwrap.dedent(block).strip("\n") for block in blocks]
 
 
+def listing(page: str, first_words: str) -> str:
+    """Return the literal block of a page in docs that begins so."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    return re.search(rf"^    {re.escape(first_words)}.*\n(    .*\n)*", text, re.M)[0]
+
+
 def take_any_checksum(clone: Path) -> None:
     """Let a clone's environment read the tests' CIFAR-10, with ANY_CHECKSUM set."""
     # job.sh starts Python with -E, which ignores PYTHONPATH.
@@ -118,6 +124,12 @@ class Jobs:
         if command[0] in ("sbatch", "salloc", "srun", "uv"):
             self.results.append(result)
         return result
+
+    def type_in(self, folder: Path, typed: str) -> None:
+        """Run what a page has a user type, in a folder outside the clone."""
+        command = ["bash", "-euc", typed]
+        result = self.run(command, folder, 600, PYTORCH_ON_SLURM=str(self.clone))
+        assert result.exit_code == 0, result
 
     def submit(self, folder: str, *arguments, **env: str) -> str:
         """Call sbatch in a folder of the clone; return the job's id."""

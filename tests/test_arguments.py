@@ -16,7 +16,7 @@ DEFAULTS = {
     "--data-dir": "./data",
     "--synthetic": "False",
     "--epochs": "35",
-    "--batch-size": "128",
+    "--batch-size": "256",
     "--learning-rate": "0.2",
     "--weight-decay": "0.0005",
     "--seed": "0",

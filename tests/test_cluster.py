@@ -94,6 +94,9 @@ def test_commands(pytestconfig):
         sinfo = "sinfo --noheader --Node --partition=main --format='%N %T %G'"
         nodes = call("bash", "-c", f"{up.stdout}\n{sinfo}")
         assert nodes.stdout == "node1 idle gpu:3\nnode2 idle gpu:3\n", nodes
+        # Its nodes share this machine's CPUs.
+        threads = "OMP_NUM_THREADS=8 srun printenv OMP_NUM_THREADS"
+        assert call("bash", "-c", f"{up.stdout}\n{threads}").stdout == "1\n"
         hostname = call(*COMMAND, "exec", "node2", "hostname")
         assert hostname.stdout == "node2\n", hostname
         # For another shell.

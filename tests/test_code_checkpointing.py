@@ -213,6 +213,7 @@ def test_sbatch_alone_runs_in_place(repository):
     then = f'source ./job.sh\ncd "$WORK_DIR"\n{shlex.join([*sbatch, "job.sh"])}\n'
     repository.write("first.sh", f"#!/bin/bash\n{then}")
     commit = repository.commit()
+    repository.must("uv", "sync", "--offline")
     first = repository.wait(repository.safe_sbatch(*ONE_TASK, "first.sh"))
     check(repository, first, commit, 1)
     second = repository.wait(first.find(r"^\d+$")[-1])

@@ -16,9 +16,9 @@ MEASURED = re.compile(
 
 
 def test_try_it_here(clone, tmp_path):
-    """Without uv at first: the lines that install it end with the one for others."""
-    with_uv, without_uv, shown = listings(PAGE, "Try it here")
-    assert without_uv.endswith(f"\n{with_uv}")
+    """Without uv at first."""
+    *_, install = listings(PAGE, "Get it")
+    train, shown = listings(PAGE, "Try it here")
     env = os.environ | {"HOME": str(tmp_path)}
     # uv's and pip's caches and settings stay those of this user.
     for name, folder in (("CACHE", ".cache"), ("CONFIG", ".config")):
@@ -28,7 +28,7 @@ def test_try_it_here(clone, tmp_path):
     path = env["PATH"].split(os.pathsep)
     here = str(Path(sys.executable).parent)
     env["PATH"] = os.pathsep.join(folder for folder in path if folder != here)
-    result = call(["bash", "-ec", without_uv], cwd=clone, env=env)
+    result = call(["bash", "-ec", f"{install}\n{train}"], cwd=clone, env=env)
     output = re.sub(r"[^\n]*\r", "", result.output)  # without progress bars
     assert result.exit_code == 0, output
     assert (tmp_path / ".uv" / "bin" / "uv").exists(), output
@@ -51,9 +51,11 @@ def test_a_clone_on_windows(clone, tmp_path):
 @pytest.mark.usefixtures("nothing_left")
 def test_your_first_job(jobs):
     """squeue shows a job that runs, and one that waits for its node, as on the page."""
-    _, submit, shown, look, _ = listings(PAGE, "Your first job")
-    assert submit.splitlines()[0] == "uv sync --locked"  # the fixture has done so
-    sbatch = submit.splitlines()[1].split()[1:]
+    submit, shown, look, *_ = listings(PAGE, "Your first job")
+    # The fixture has made the environment.
+    folder, environment, sbatch = submit.splitlines()
+    assert [folder, environment] == ["cd single_gpu", "uv sync --locked"]
+    sbatch = sbatch.split()[1:]
     command, header, *rows = (line.split() for line in shown.splitlines())
     flags = ["--nodelist=node1", "--exclusive"]
     running = jobs.submit("single_gpu", *flags, *sbatch)

@@ -42,14 +42,16 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
         ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
         ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
         ("multi_node/job.sh", "multi_node/job_torchrun.sh", 18, 10),
-        ("multi_node/main.py", "imagenet/main.py", 205, 206),
+        ("multi_node/main.py", "imagenet/main.py", 205, 207),
         ("multi_node/job.sh", "imagenet/job.sh", 139, 27),
         # What is shared with multi_node's changes there, too.
         ("multi_node/main.py", "docs/your_data/main.py", 8, 140),
-        ("docs/your_training/before.py", "docs/your_training/main.py", 30, 8),
-        ("docs/your_training/main.py", "docs/your_training/resume/main.py", 20, 2),
-        ("docs/your_training/resume/main.py", "docs/sharded/main.py", 38, 20),
+        ("docs/your_training/before.py", "docs/your_training/main.py", 42, 8),
+        ("docs/your_training/main.py", "docs/your_training/resume/main.py", 33, 3),
+        ("docs/your_training/main.py", "docs/your_training/more/main.py", 61, 15),
+        ("docs/your_training/resume/main.py", "docs/sharded/main.py", 38, 25),
         ("docs/sharded/main.py", "docs/sharded/hsdp/main.py", 6, 2),
+        ("docs/sharded/main.py", "docs/sharded/bf16/main.py", 14, 5),
     ],
 )
 def test_diffs_stay_small(old, new, most_added, most_removed):

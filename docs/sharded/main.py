@@ -1,6 +1,8 @@
 """A typical training script, with a DataLoader."""
 
+import fcntl
 import os
+import subprocess
 from glob import glob
 
 import torch
@@ -15,8 +17,22 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 rank = int(os.environ.get("SLURM_PROCID", 0))
 local_rank = int(os.environ.get("SLURM_LOCALID", 0))
 world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-if world_size == 1:  # without srun
+if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
+    raise SystemExit("main.py: error: start it with srun, not in the job's shell")
+if world_size == 1:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    os.environ["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
+    os.environ["MASTER_PORT"] = str(10000 + int(os.environ["SLURM_JOB_ID"]) % 20000)
+if rank == 0:
+    lock = open("checkpoint.lock", "w")  # held until this process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit("main.py: error: another job trains in this folder") from None
+    except OSError:
+        pass  # a file system without locks
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if device.type == "cuda":
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -59,15 +75,18 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 run = {"model": model, "optimizer": optimizer}
-first = max([int(path.split("/")[1]) for path in glob("checkpoints/*/.metadata")] + [0])
-if first:
+whole = [int(path.split("/")[1]) for path in glob("checkpoints/*/.metadata")]
+start = [max(whole, default=0)]
+dist.broadcast_object_list(start)  # rank 0 decides for all
+first = start[0]
+if first > 0:
     get_optimizer_state_dict(model, optimizer)  # makes what load fills
     dcp.load(run, checkpoint_id=f"checkpoints/{first}")
 if rank == 0 and first >= epochs:
     print("Nothing to do: to start over, remove checkpoints", flush=True)
-
 for epoch in range(first, epochs):
     loader.sampler.set_epoch(epoch)
+    torch.manual_seed(world_size * (epoch + 1) + rank)  # of dropout and random crops
     metrics = torch.zeros(2, dtype=torch.float64, device=device)
     for inputs, targets in loader:
         inputs, targets = inputs.to(device), targets.to(device)
@@ -79,10 +98,13 @@ for epoch in range(first, epochs):
         metrics[1] += len(targets)
     dist.all_reduce(metrics)
     total, count = metrics
+    weights = model.state_dict()
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise SystemExit(f"main.py: error: NaN in the weights after epoch {epoch}")
     if rank == 0:
         print(
             f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples, "
-            f"{world_size} processes",
+            f"{world_size} x {device.type}",
             flush=True,
         )
     dcp.save(run, checkpoint_id=f"checkpoints/{epoch + 1}")

@@ -1,9 +1,13 @@
 """Images in a folder for each class, and the worker processes that read them."""
 
 import argparse
+import logging
+import os
 import socket
 import sys
+import tempfile
 import warnings
+from collections import Counter
 from os import environ
 from pathlib import Path
 
@@ -13,14 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision import models
-from torchvision.datasets.folder import find_classes, make_dataset
 from torchvision.io import decode_image
 from torchvision.transforms import v2
 
 # torchvision 0.29 would say at every image that it hands decoding over to torchcodec.
 warnings.filterwarnings("ignore", "The image decoding and encoding capabilities")
 
-IMAGES = (".jpg", ".jpeg", ".png")
+# Workers pass their batches on through sockets in TMPDIR, whose paths have a limit.
+if len(tempfile.gettempdir()) > 74:
+    tempfile.tempdir = "/tmp"
+
+IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 SPLITS = ("train", "val", "test")
 SIZE = 32  # pixels
 augment = v2.Compose([v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()])
@@ -28,16 +35,18 @@ center = v2.Compose([v2.Resize(SIZE), v2.CenterCrop(SIZE)])
 
 
 class Images(Dataset):
-    """The images of DATA_DIR/SPLIT/CLASS/, and their classes."""
+    """The images of DATA_DIR/SPLIT/CLASS/, or a part of those of DATA_DIR/CLASS/."""
 
     def __init__(self, data_dir: str, split: str, seed: int):
-        classes, label_of = find_classes(f"{data_dir}/train")
-        found, _ = find_classes(f"{data_dir}/{split}")
-        if unknown := set(found) - set(classes):
-            raise ValueError(f"classes in {split}, but not in train: {unknown}")
-        # Raises FileNotFoundError where a class has a folder, but no images.
-        label_of = {name: label_of[name] for name in found}
-        files = make_dataset(f"{data_dir}/{split}", label_of, IMAGES)
+        root = find_root(Path(data_dir))
+        if any((root / name).is_dir() for name in SPLITS):
+            classes = list_folders(root / "train")
+            files = list_images(root / split, classes)
+        else:
+            classes = list_folders(root)
+            files = list_images(root, classes)
+            files = [files[i] for i in part_of(split, len(files), seed)]
+            logging.info(f"{split}: {len(files)} images of {root}, drawn by --seed")
         # Workers share arrays. Each would end up with a copy of a list.
         self.paths = np.array([path for path, _ in files])
         self.labels = np.array([label for _, label in files])
@@ -67,6 +76,66 @@ class Images(Dataset):
         # What is random follows from these three, not from the worker or the rank.
         torch.default_generator.manual_seed(hash((self.seed, epoch, index)))
         return augment(image), label
+
+
+def find_root(folder: Path) -> Path:
+    """Return what has the splits or the classes. An archive may have a folder above."""
+    inside = list_folders(folder)
+    if len(inside) == 1 and inside[0] not in SPLITS:
+        return find_root(folder / inside[0])
+    return folder
+
+
+def list_folders(folder: Path) -> list[str]:
+    folders = (path.name for path in folder.iterdir() if path.is_dir())
+    return sorted(name for name in folders if not name.startswith("."))
+
+
+def list_images(folder: Path, classes: list[str]) -> list[tuple[str, int]]:
+    """Return the path and the class of each image of folder/CLASS/."""
+    images = []
+    others = [path.name for path in folder.iterdir() if path.is_file()]
+    for name in list_folders(folder):
+        if name not in classes:
+            raise ValueError(f"class {name} is in {folder.name}, but not in train")
+        files = []
+        for place, _, names in os.walk(folder / name, followlinks=True):
+            files += [os.path.relpath(f"{place}/{file}", folder) for file in names]
+        found = sorted(file for file in files if is_image(file))
+        if not found:
+            raise ValueError(f"no image ({', '.join(IMAGES)}) in {folder / name}")
+        label = classes.index(name)
+        images += [(f"{folder}/{file}", label) for file in found]
+        others += [file for file in files if not is_image(file)]
+    tell_left_out(folder.name, others)
+    return images
+
+
+def is_image(path: str) -> bool:
+    return path.lower().endswith(IMAGES) and not is_hidden(path)
+
+
+def is_hidden(path: str) -> bool:
+    return any(part.startswith(".") for part in path.split("/"))
+
+
+def tell_left_out(where: str, paths: list[str]) -> None:
+    """Log how many files of which kind are no images, or not in a class folder."""
+    kinds = Counter(
+        "hidden" if is_hidden(path) else os.path.splitext(path)[1] or "without ending"
+        for path in paths
+    )
+    if kinds:
+        counts = [f"{count} {kind}" for kind, count in kinds.most_common()]
+        logging.info(f"{where}: left out: {', '.join(counts)}")
+
+
+def part_of(split: str, samples: int, seed: int) -> list[int]:
+    """Draw the samples of a split: a tenth each to validate and to test."""
+    order = np.random.default_rng(seed).permutation(samples).tolist()
+    tenth = samples // 10
+    parts = {"val": slice(tenth), "test": slice(tenth, 2 * tenth)}
+    return order[parts.get(split, slice(2 * tenth, None))]
 
 
 class Split:
@@ -153,7 +222,7 @@ def normalize(images: Tensor) -> Tensor:
 
 
 def build_model(classes: int) -> nn.Module:
-    """Return a ResNet-18 whose stem keeps 32 x 32 pixels: ImageNet's leaves 8 x 8."""
+    """Return a ResNet-18 for 32 x 32 pixels, which ImageNet's would shrink to 8 x 8."""
     model = models.resnet18(num_classes=classes)
     model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
     model.maxpool = nn.Identity()

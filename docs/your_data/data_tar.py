@@ -1,12 +1,14 @@
 """Images in tar shards, and the worker processes that read them."""
 
 import argparse
+import logging
 import os
 import socket
 import sys
 import tarfile
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections import Counter
 from os import environ
 from pathlib import Path
 
@@ -22,7 +24,11 @@ from torchvision.transforms import v2
 # torchvision 0.29 would say at every image that it hands decoding over to torchcodec.
 warnings.filterwarnings("ignore", "The image decoding and encoding capabilities")
 
-IMAGES = (".jpg", ".jpeg", ".png")
+# Workers pass their batches on through sockets in TMPDIR, whose paths have a limit.
+if len(tempfile.gettempdir()) > 74:
+    tempfile.tempdir = "/tmp"
+
+IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 SPLITS = ("train", "val", "test")
 SIZE = 32  # pixels
 augment = v2.Compose([v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()])
@@ -33,9 +39,14 @@ class Images(Dataset):
     """The images of DATA_DIR/SPLIT/*.tar, each NAME.jpg with its class in NAME.cls."""
 
     def __init__(self, data_dir: str, split: str, seed: int):
-        paths = sorted(Path(data_dir, split).glob("*.tar"))
+        folder = find_root(Path(data_dir)) / split
+        paths = sorted(folder.glob("*.tar"))
+        others = [path.name for path in folder.iterdir() if path not in paths]
+        rows = []
+        for number, path in enumerate(paths):
+            rows += [(number, *row) for row in list_shard(path, others)]
+        tell_left_out(split, others)
         self.shards = [open(path, "rb") for path in paths]
-        rows = [(n, *row) for n, path in enumerate(paths) for row in list_shard(path)]
         # Workers share an array. Each would end up with a copy of a list.
         self.index = np.array(rows, dtype=np.int64).reshape(-1, 4)
         self.labels = self.index[:, 3]
@@ -69,25 +80,68 @@ class Images(Dataset):
         return augment(image), label
 
 
-def list_shard(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield each image's offset, size and class."""
+def find_root(folder: Path) -> Path:
+    """Return what has the splits or the classes. An archive may have a folder above."""
+    inside = list_folders(folder)
+    if len(inside) == 1 and inside[0] not in SPLITS:
+        return find_root(folder / inside[0])
+    return folder
+
+
+def list_folders(folder: Path) -> list[str]:
+    folders = (path.name for path in folder.iterdir() if path.is_dir())
+    return sorted(name for name in folders if not name.startswith("."))
+
+
+def list_shard(path: Path, others: list[str]) -> list[tuple[int, int, int]]:
+    """Return each image's offset, size and class. Add other files to `others`."""
     with open(path, "rb") as file:
         try:
             tar = tarfile.open(fileobj=file, mode="r:")
             members = {member.name: member for member in tar}
-            # tarfile takes a damaged header for the end, which is 1024 zeros.
+            files = [member for member in tar.getmembers() if not member.isdir()]
+            # tarfile takes a damaged header for the end, and ignores what is behind it.
             file.seek(tar.offset)
-            if file.read(1024) != bytes(1024):
-                raise tarfile.ReadError("it has no end")
+            if file.read(1024) != bytes(1024) or file.read().strip(b"\0"):
+                raise tarfile.ReadError("it has no end, or something behind it")
         except tarfile.TarError as error:
             raise ValueError(f"{path} is cut or damaged: {error}") from error
-        for name, image in members.items():
-            stem, suffix = os.path.splitext(name)
-            if suffix in IMAGES:
+        if len(members) < len(tar.getmembers()):
+            raise ValueError(f"{path} has two members of one name")
+        rows = []
+        for member in files:
+            stem, suffix = os.path.splitext(member.name)
+            if is_image(os.path.normpath(member.name)):
                 if f"{stem}.cls" not in members:
                     raise ValueError(f"{path} has no {stem}.cls")
+                if not member.isreg() or member.issparse():
+                    raise ValueError(f"{path}: {member.name} is a link, or sparse")
                 label = tar.extractfile(members[f"{stem}.cls"]).read()
-                yield image.offset_data, image.size, int(label)
+                rows.append((member.offset_data, member.size, int(label)))
+            elif suffix != ".cls":
+                others.append(os.path.normpath(member.name))
+    if not rows:
+        raise ValueError(f"no image ({', '.join(IMAGES)}) in {path}")
+    return rows
+
+
+def is_image(path: str) -> bool:
+    return path.lower().endswith(IMAGES) and not is_hidden(path)
+
+
+def is_hidden(path: str) -> bool:
+    return any(part.startswith(".") for part in path.split("/"))
+
+
+def tell_left_out(where: str, paths: list[str]) -> None:
+    """Log how many files of which kind are no images."""
+    kinds = Counter(
+        "hidden" if is_hidden(path) else os.path.splitext(path)[1] or "without ending"
+        for path in paths
+    )
+    if kinds:
+        counts = [f"{count} {kind}" for kind, count in kinds.most_common()]
+        logging.info(f"{where}: left out: {', '.join(counts)}")
 
 
 class Split:
@@ -174,7 +228,7 @@ def normalize(images: Tensor) -> Tensor:
 
 
 def build_model(classes: int) -> nn.Module:
-    """Return a ResNet-18 whose stem keeps 32 x 32 pixels: ImageNet's leaves 8 x 8."""
+    """Return a ResNet-18 for 32 x 32 pixels, which ImageNet's would shrink to 8 x 8."""
     model = models.resnet18(num_classes=classes)
     model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
     model.maxpool = nn.Identity()

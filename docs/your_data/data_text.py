@@ -3,6 +3,7 @@
 import argparse
 import socket
 import sys
+import tempfile
 from os import environ
 
 import numpy as np
@@ -11,6 +12,10 @@ import torch.distributed as dist
 from datasets import load_from_disk
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+# Workers pass their batches on through sockets in TMPDIR, whose paths have a limit.
+if len(tempfile.gettempdir()) > 74:
+    tempfile.tempdir = "/tmp"
 
 SPLITS = ("train", "val", "test")
 VOCABULARY = 30522  # numbers of tokens, as your tokenizer has

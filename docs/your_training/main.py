@@ -1,6 +1,7 @@
 """A typical training script, with a DataLoader."""
 
 import os
+import subprocess
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,14 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 rank = int(os.environ.get("SLURM_PROCID", 0))
 local_rank = int(os.environ.get("SLURM_LOCALID", 0))
 world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-if world_size == 1:  # without srun
+if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
+    raise SystemExit("main.py: error: start it with srun, not in the job's shell")
+if world_size == 1:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    os.environ["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
+    os.environ["MASTER_PORT"] = str(10000 + int(os.environ["SLURM_JOB_ID"]) % 20000)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if device.type == "cuda":
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -35,6 +42,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * world_size, momentum=0
 
 for epoch in range(epochs):
     loader.sampler.set_epoch(epoch)
+    torch.manual_seed(world_size * (epoch + 1) + rank)  # of dropout and random crops
     metrics = torch.zeros(2, dtype=torch.float64, device=device)
     for inputs, targets in loader:
         inputs, targets = inputs.to(device), targets.to(device)
@@ -46,12 +54,16 @@ for epoch in range(epochs):
         metrics[1] += len(targets)
     dist.all_reduce(metrics)
     total, count = metrics
+    weights = model.module.state_dict()
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise SystemExit(f"main.py: error: NaN in the weights after epoch {epoch}")
     if rank == 0:
         print(
             f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples, "
-            f"{world_size} processes",
+            f"{world_size} x {device.type}",
             flush=True,
         )
-        torch.save(model.module.state_dict(), "model.pt")
+        torch.save(weights, "model.partial")
+        os.replace("model.partial", "model.pt")
 dist.barrier()  # or gloo, on CPUs, may abort when Python ends
 dist.destroy_process_group()

@@ -64,12 +64,20 @@ def read_until(stream, end: bytes) -> str:
 
 
 def test_where_it_is(user, jobs, archive):
-    """SIGABRT makes every rank of a job print where it is."""
+    """py-spy tells where every rank of a job is, and so does SIGABRT, which ends it."""
     data = {"CIFAR10_ARCHIVE": str(archive), "ANY_CHECKSUM": "1"}
     job = user.submit(
         "multi_node", *SHAPE, "job.sh", "--epochs=1000", "--batch-size=4", **data
     )
     user.until(job, "^Epoch 1: ")
+    download, dump = re.findall(
+        r"^    (uv run --with py-spy true)\n((?:    .*\n)+)", PAGE, re.MULTILINE
+    )[0]
+    assert user.run(download.split()).exit_code == 0
+    result = user.run(["bash", "-c", dump.replace("=7", f"={job}")], "multi_node")
+    assert result.exit_code == 0, result
+    assert len(result.find(r'^Thread .*: "MainThread"')) == 2, result
+    assert len(result.find(r"^    main \(.*main\.py:\d+\)")) == 2, result
     (command,) = re.findall(r"^    (srun --jobid=7 .* pkill .*)$", PAGE, re.MULTILINE)
     ranks = [user.pid(node, "main.py") for node in ("node1", "node2")]
     # Slurm ends the other one when the first has gone: both are to be told before.

@@ -35,12 +35,12 @@ def test_submodule(repository):
 
 
 def test_ignored_files(repository, tmp_path):
-    """They are named, but for the environment, caches and logs.
+    """They are named, but for those that many have and no job needs.
 
-    .venv, data and checkpoints may be links, too. They stay as they are.
+    These may be links, too. They stay as they are.
     """
     ignored = ["settings.ignored", "\u00fc.ignored", "../lib.ignored/module.py"]
-    usual = ["slurm-8.out", "__pycache__/main.pyc"]
+    usual = ["slurm-8.out", "model-8.pt", "__pycache__/main.pyc"]
     for name in [*ignored, *usual]:
         (repository.folder / name).parent.mkdir(exist_ok=True)
         repository.write(name, "")
@@ -53,8 +53,6 @@ def test_ignored_files(repository, tmp_path):
         [
             "imagenet/settings.ignored",
             '"imagenet/\\303\\274.ignored"',
-            "imagenet/checkpoints",
-            "imagenet/data",
             "lib.ignored/",
         ]
     ), output
@@ -68,7 +66,7 @@ def test_sparse_checkout(repository):
     repository.commit()
     repository.must("git", "sparse-checkout", "set", "imagenet")
     assert not (repository.root / "others").exists()
-    flags = [*ONE_TASK, "--array=1"]
+    flags = [*ONE_TASK, "--array=1", f"--output={repository.logs}/%A_%a.out"]
     job = repository.safe_sbatch(*flags, "job.sh", "@../others/sweep.txt")
     result = repository.wait(f"{job}_1")
     (task,) = tasks(result.output)

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from conftest import start_jobs
 from drawn_imagenet import draw_imagenet
-from slurm_jobs import TINY
+from slurm_jobs import TINY, listings
+from test_imagenet_page import PAGE, joined, make_smaller
 from test_launch import ONE_EACH, ONE_EPOCH, SMALL, TWO_EACH, trained
 
 # The Prolog makes a folder for each job on its nodes. The Epilog removes it, and notes
@@ -75,10 +76,16 @@ def nothing_left(jobs):
     yield
     for job in jobs.unfinished():
         jobs.cancel(job)
+    ended = []
     for node in jobs.cluster.nodes:
-        noted = jobs.on(node, "sh", "-c", f"cat {SITE}/noted.*; rm -f {SITE}/noted.*")
-        left = [line for line in noted.output.splitlines() if "/the site" not in line]
-        assert left == [], node
+        take = f"cd {SITE}; ls noted.*; cat noted.*; rm noted.*"
+        lines = jobs.on(node, "sh", "-c", f"({take}) 2> /dev/null").output.splitlines()
+        found = [line for line in lines if line.startswith("/")]
+        here = [line.split(".")[1] for line in lines if line not in found]
+        # What the Prolog has made there is all that the Epilog has found.
+        assert found == [f"{SITE}/root.{job}.0/the site" for job in here], node
+        ended += here
+    assert ended
     assert on_disks(jobs) == before
 
 
@@ -102,44 +109,44 @@ def test_sbatch(jobs, site):
         finished(jobs.wait(job), name, disk.replace("JOB", job) + own)
 
 
-# Under salloc, people put the data there, and remove it.
-STAGE = 'tar -xf "$CIFAR10_ARCHIVE" --one-top-level="$SLURM_TMPDIR/data"'
-PYTHON = "uv run --no-sync python"
+# Under salloc, people put the data of the first examples there, and remove it.
+SCRIPT = """
+export UV_PYTHON=../.venv/bin/python
+{each} bash -c 'tar -xf "$CIFAR10_ARCHIVE" --one-top-level="$SLURM_TMPDIR/data"'
+srun uv run --no-sync python main.py {arguments}
+{each} bash -c 'rm -r "$SLURM_TMPDIR/data"'
+"""
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_salloc_and_srun(jobs, site):
-    """Without --data-dir, main.py and prepare_data.py take the site's folder."""
+def test_salloc_and_srun(jobs, site, tmp_path):
+    """main.py takes the site's folder. imagenet's page names one of the job's own."""
     task_prolog, disk = SITES[site]
 
     def start(name):
         flags, tasks = CASES[name]
         nodes = 2 if "[" in flags[0] else 1
-        on_each_node = f"srun --ntasks={nodes} --ntasks-per-node=1"
-        stage = f"bash -c {shlex.quote(STAGE)}"
-        main = f"main.py {' '.join(ONE_EPOCH)}"
-        if name.startswith("imagenet"):
-            stage = f"{PYTHON} prepare_data.py"
-            main = (
-                f"main.py {' '.join(IMAGENET)} --checkpoint-dir=$SCRATCH/$SLURM_JOB_ID"
-            )
-        remove = "bash -c 'rm -r \"$SLURM_TMPDIR/data\"'"
-        script = f"""
-            export UV_PYTHON=../.venv/bin/python
-            echo "This is job $SLURM_JOB_ID"
-            {on_each_node} {stage}
-            srun {PYTHON} {main}
-            {on_each_node} {remove}
-        """
-        salloc = ["salloc", *SMALL, f"--ntasks={tasks}", *flags, "bash", "-euc", script]
-        return jobs.run(salloc, name.split("/")[0], TASK_PROLOG=task_prolog)
+        each = f"srun --ntasks={nodes} --ntasks-per-node=1"
+        salloc = ["salloc", *SMALL, f"--ntasks={tasks}"]
+        script = SCRIPT.format(each=each, arguments=" ".join(ONE_EPOCH))
+        if name == "imagenet/job.sh":
+            (page,) = listings(PAGE, "In an allocation")
+            more = {"/datasets/imagenet": jobs.env["IMAGENET_DIR"]}
+            more["main.py"] = f"main.py {' '.join(IMAGENET)}"
+            _, line, *lines = joined(make_smaller(page, more)).splitlines()
+            salloc, script = line.split(), "\n".join(lines)
+        script = f'echo "This is job $SLURM_JOB_ID"\n{script}'
+        command = [*salloc, *flags, "bash", "-euc", script]
+        env = {"TASK_PROLOG": task_prolog, "SCRATCH": str(tmp_path)}
+        return jobs.run(command, name.split("/")[0], **env)
 
     with ThreadPoolExecutor() as pool:
         names = [name for name in CASES if "torchrun" not in name]
         results = list(pool.map(start, names))
     for name, result in zip(names, results, strict=True):
         (job,) = result.find("^This is job (.*)$")
-        finished(result, name, disk.replace("JOB", job))
+        own = f"/tmp/slurm-job-{job}-cluster" if "imagenet" in name else disk
+        finished(result, name, own.replace("JOB", job))
 
 
 LONG = f"{SITE}/{'long' * 25}"

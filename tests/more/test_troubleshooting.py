@@ -14,6 +14,21 @@ NOT_FROM = {
     "One CPU for a task": ((23, 11), "hands the job's --cpus-per-task on to srun"),
     "Out of memory, says Slurm": ((23, 2), "says it in other words"),
 }
+# Commands that end a job as the rows of the first table say, by their exit code.
+PYTHON = "srun --kill-on-bad-exit=1 python3 -c 'import os, time; {}'"
+VICTIM = 'time.sleep(60 * (os.environ["SLURM_PROCID"] == "0")); 1 / 0'
+ENDS = {
+    "1:0": PYTHON.format("1 / 0"),
+    "2:0": "srun --kill-on-bad-exit=1 nowhere/python main.py",
+    "127:0": "no_such_program",
+    "134:0": PYTHON.format("os.abort()"),
+    "137:0": PYTHON.format("os.kill(os.getpid(), 9)"),
+    "138:0": PYTHON.format("os.kill(os.getpid(), 10)"),
+    "139:0": PYTHON.format("os.kill(os.getpid(), 11)"),
+    "143:0": PYTHON.format(VICTIM),
+    "0:9": "kill -9 $$",
+    "0:15": "scancel $SLURM_JOB_ID; sleep 60",
+}
 SESSIONS = first_aid.read_sessions(first_aid.PAGE.read_text())
 
 
@@ -69,6 +84,29 @@ def test_every_command_is_in_a_session():
         for session in SESSIONS
         for command, _ in session.commands
     ]
+
+
+def test_how_the_job_ended(jobs, nothing_left):
+    """Slurm gives a job the state and the exit code of the first table."""
+    row = r"^   \* - ([A-Z_]+)\n     - ``([\d:]+)``$"
+    states = dict(
+        (code, state)
+        for state, code in re.findall(row, first_aid.PAGE.read_text(), re.MULTILINE)
+    )
+    # Of imagenet, of a job without an error, and in a session of its own.
+    assert states.keys() - ENDS.keys() == {"0:0", "75:0", "0:125"}
+    submitted = {
+        code: jobs.submit(
+            "",
+            f"--ntasks={1 + (code == '143:0')}",
+            "--no-requeue",
+            f"--wrap={command}",
+        )
+        for code, command in ENDS.items()
+    }
+    for code, job in submitted.items():
+        result = jobs.wait(job)
+        assert (result.state, jobs.show(job)["ExitCode"]) == (states[code], code)
 
 
 def test_other_messages(jobs, nothing_left):

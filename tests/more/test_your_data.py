@@ -1,10 +1,14 @@
 """docs/your_data: which rank gets which sample, and the kinds of files."""
 
+import csv
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import textwrap
 from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,11 +18,12 @@ import pytest
 import torch
 from drawn_imagenet import tar_bytes
 from PIL import Image
-from slurm_jobs import REPOSITORY, TWO, call
+from slurm_jobs import REPOSITORY, TWO, call, listing
 from test_checkpoint import load_module
 from torch.utils.data import Dataset
 
 FOLDER = "docs/your_data"
+PAGE = (REPOSITORY / "docs" / "your_data.rst").read_text()
 
 
 class Keys(Dataset):
@@ -125,16 +130,16 @@ def write_shards(folders: Path, target: Path) -> None:
             (target / split / f"{number}.tar").write_bytes(tar_bytes(files))
 
 
-def write_hugging_face(jobs, env, folders: Path, images: Path, texts: Path) -> None:
+def write_hugging_face(jobs, project, env, folders, images, texts) -> None:
     """Save images as the page has people do, from files that need no download."""
     hub = images.parent / "parquet files"
     hub.mkdir()
-    python = ["uv", "run", "--locked", "--group", "huggingface", "python"]
+    script = REPOSITORY / FOLDER / "to_disk.py"
     for command in (
         ["-c", TO_HUGGING_FACE, folders, hub, texts],
-        ["to_disk.py", hub, images],
+        [script, hub, images],
     ):
-        result = jobs.run([*python, *command], FOLDER, **env)
+        result = jobs.run([".venv/bin/python", *command], project, **env)
         assert result.exit_code == 0, result
 
 
@@ -152,6 +157,91 @@ def test_images(tmp_path):
     assert len({*crops(0), *crops(1)}) == 5
     validation = data.Images(tmp_path, "val", seed=0)
     assert [validation[0, i][1] for i in range(5)] == [1, 1, 1, 2, 2]
+
+
+def test_folders_as_people_have_them(tmp_path, caplog):
+    """No splits, a folder above, other files, endings in capitals; labels in a CSV."""
+    draw_folders(tmp_path / "drawn")
+    top = tmp_path / "data" / "photos of 2024"
+    for path in sorted((tmp_path / "drawn").glob("*/*/*.png")):
+        target = top / path.parent.name / f"{path.parent.parent.name}-{path.name}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    (top / "c").rename(tmp_path / "elsewhere")
+    (top / "c").mkdir()
+    (top / "c" / "more").symlink_to(tmp_path / "elsewhere")
+    for path in list(top.glob("a/train*")):
+        path.rename(path.with_suffix(".PNG"))
+    (top / "a" / ".ipynb_checkpoints").mkdir()
+    others = "list.md a/notes.txt a/._1.png a/.ipynb_checkpoints/1.png b/1.tif b/2.tif"
+    for name in others.split():
+        (top / name).write_bytes(b"none")
+    data = load("data.py")
+    caplog.set_level("INFO")
+
+    def parts(seed: int) -> list[list[str]]:
+        sets = [data.Images(tmp_path / "data", split, seed) for split in COUNTS]
+        for images in sets:
+            labels = ["abc"[label] for label in images.labels.tolist()]
+            places = [os.path.relpath(path, top)[0] for path in images.paths]
+            assert places == labels
+        return [images.paths.tolist() for images in sets]
+
+    train, val, test = parts(seed=0)
+    assert (len(train), len(val), len(test)) == (26, 3, 3)
+    assert len({*train, *val, *test}) == 32
+    assert parts(seed=0) == [train, val, test] != parts(seed=1)
+    assert f"train: 26 images of {top}, drawn by --seed" in caplog.messages
+    (message,) = {text for text in caplog.messages if "left out: " in text}
+    where, left_out = message.split(": left out: ")
+    assert where == top.name
+    assert sorted(left_out.split(", ")) == ["1 .md", "1 .txt", "2 .tif", "2 hidden"]
+
+    for split, paths in zip(COUNTS, (train, val, test), strict=True):
+        names = [os.path.relpath(path, top) for path in paths]
+        rows = [f"{name},{name[0]}" for name in names]
+        (top / f"{split}.csv").write_text("\n".join(["file,label", *rows]))
+    (code,) = re.findall(r"^    def list_csv.*\n(?:    .*\n|\n)+", PAGE, re.MULTILINE)
+    names = {"csv": csv}
+    exec(textwrap.dedent(code), names)
+    labels = dict(names["list_csv"](top, "val"))
+    assert labels == {path: "abc".index(os.path.relpath(path, top)[0]) for path in val}
+
+
+def test_what_shards_leave_out(tmp_path, caplog):
+    """Images of all kinds of endings are read, and other members counted."""
+    draw_folders(tmp_path / "images")
+    write_shards(tmp_path / "images", tmp_path / "a folder above")
+    png = next((tmp_path / "images").glob("*/*/*.png")).read_bytes()
+    files = {"x.PNG": png, "x.cls": b"0", "x.json": b"", "._x.png": b""}
+    shard = tmp_path / "a folder above" / "train" / "2.tar"
+    shard.write_bytes(tar_bytes(files))
+    shutil.rmtree(tmp_path / "images")
+    caplog.set_level("INFO")
+    images = load("data_tar.py").Images(tmp_path, "train", seed=0)
+    assert len(images) == 21 and images.read(20) == (png, 0)
+    assert caplog.messages == ["train: left out: 1 .json, 1 hidden"]
+
+
+def test_long_tmpdir(tmp_path):
+    """A worker's socket would have too long a path there. The training would wait."""
+    draw_folders(tmp_path / "data")
+    long = tmp_path / ("a site's own folder " * 5)
+    long.mkdir()
+    command = [sys.executable, REPOSITORY / FOLDER / "main.py"]
+    command += ["--data-dir", tmp_path / "data", "--epochs=1", "--batch-size=4"]
+    outside = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    outside["TMPDIR"] = str(long)
+    result = call(command, cwd=tmp_path, env=outside, timeout=200)
+    assert result.exit_code == 0 and result.find("^Test loss"), result
+    (weights,) = tmp_path.glob("model-*.pt")
+    images = tmp_path / "data" / "train"
+    command = [sys.executable, REPOSITORY / FOLDER / "classify.py", weights, images]
+    result = call([*command, images / "b" / "0.png"])
+    assert result.exit_code == 0, result
+    found = result.find(r"^(\S+)% ([abc])$")
+    assert {name for _, name in found} == set("abc"), result
+    assert 99.5 < sum(float(part) for part, _ in found) < 100.5, result
 
 
 def test_broken_image(tmp_path):
@@ -190,17 +280,18 @@ def test_what_cannot_be_used(tmp_path, monkeypatch):
         return lambda data: [shutil.rmtree(data / name) for name in names]
 
     for name in COUNTS:
-        found = error("data.py", "images", remove(name))
-        assert "No such file or directory: " in found and f"/{name}'" in found
+        for kind, source in (("data.py", "images"), ("data_tar.py", "shards")):
+            found = error(kind, source, remove(name))
+            assert "No such file or directory: " in found and f"/{name}'" in found
     assert "No such file" in error("data.py", "images", shutil.rmtree)
     no_images = [f"test/{name}" for name in "abc"]
-    assert "class folder" in error("data.py", "images", remove(*no_images))
+    assert "nothing in test" in error("data.py", "images", remove(*no_images))
 
     def rename(old: str, new: str):
         return lambda data: (data / old).rename(data / new)
 
     unknown = error("data.py", "images", rename("val/c", "val/d"))
-    assert "classes in val, but not in train: {'d'}" in unknown
+    assert "class d is in val, but not in train" in unknown
 
     def make_tif(split: str):
         return lambda data: [
@@ -210,9 +301,9 @@ def test_what_cannot_be_used(tmp_path, monkeypatch):
 
     for split in COUNTS:
         found = error("data.py", "images", make_tif(split))
-        assert "no valid file for the classes c." in found and ".jpg" in found
-
-    assert "there is nothing in val" in error("data_tar.py", "shards", remove("val"))
+        assert (
+            "no image (.jpg, .jpeg, .png, .webp) in " in found and f"{split}/c" in found
+        )
 
     def write(files: dict[str, bytes]):
         return lambda data: (data / "test" / "2.tar").write_bytes(tar_bytes(files))
@@ -221,12 +312,27 @@ def test_what_cannot_be_used(tmp_path, monkeypatch):
     found = error("data_tar.py", "shards", write({"x.png": png, "x.cls": b"3"}))
     assert "classes in test, but not in train: {3}" in found
     assert "has no x.cls" in error("data_tar.py", "shards", write({"x.png": png}))
+    assert "no image" in error(
+        "data_tar.py", "shards", write({"x.gif": b"", "x.cls": b""})
+    )
+
+    def join(data: Path) -> None:
+        with (data / "val" / "0.tar").open("ab") as shard:
+            shard.write((data / "val" / "1.tar").read_bytes())
+
+    assert "something behind it" in error("data_tar.py", "shards", join)
+
+    def repeat(data: Path) -> None:
+        with tarfile.open(data / "val" / "0.tar", "a") as shard:
+            shard.addfile(shard.getmembers()[0], io.BytesIO(bytes(1 << 16)))
+
+    assert "has two members of one name" in error("data_tar.py", "shards", repeat)
 
     def cut(end: int):
         return lambda data: os.truncate(data / "train" / "1.tar", end)
 
     shard = tmp_path / "shards" / "train" / "1.tar"
-    *_, (last, _, _) = load("data_tar.py").list_shard(shard)
+    *_, (last, _, _) = load("data_tar.py").list_shard(shard, [])
     # At its start, in an image, and between two files, which tarfile alone takes for
     # the end.
     for end in (9, last + 1, last - 512):
@@ -246,35 +352,42 @@ def test_nothing_to_test_with(tmp_path):
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_kinds_of_files(jobs, tmp_path):
+def test_kinds_of_files(jobs, several, tmp_path):
     """The same images train the same, from folders, tar shards and Hugging Face."""
     names = ("data", "data_tar", "data_hf", "data_text")
     kinds = {name: tmp_path / name for name in names}
     draw_folders(kinds["data"])
     write_shards(kinds["data"], kinds["data_tar"])
     offline = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    project = several(REPOSITORY / FOLDER / "main.py")
+    for words in ("uv add torchvision", "uv add datasets"):
+        (line, *_) = listing("your_data.rst", words).splitlines()
+        jobs.type_in(project.parent, line)
     folders = (kinds["data"], kinds["data_hf"], kinds["data_text"])
-    write_hugging_face(jobs, offline, *folders)
+    write_hugging_face(jobs, project, offline, *folders)
+    (patch,) = re.findall(r"^   (--- data.py\n(?:   .*\n|\n)+)", PAGE, re.MULTILINE)
+    patch = re.sub("^   ", "", patch, flags=re.MULTILINE)
     results = {}
-    try:
-        for name, source in kinds.items():
-            archive = tmp_path / f"{name}.tar"
-            subprocess.run(["tar", "-cf", archive, "-C", source, "."], check=True)
-            code = jobs.clone / FOLDER / "data.py"
-            code.write_text((REPOSITORY / FOLDER / f"{name}.py").read_text())
-            command = ["../../multi_node/job.sh", "--epochs=1", "--batch-size=4"]
-            if name == "data_text":
-                command += ["--epochs=20", "--learning-rate=20"]
-            env = offline | {"CIFAR10_ARCHIVE": str(archive)}
-            result = jobs.sbatch(FOLDER, *TWO, *command, **env)
-            assert result.state == "COMPLETED", result
-            assert (
-                "World size 2: 2 steps an epoch, 2 x 4 samples each, of 20; "
-                "5 to validate, 7 to test" in result.output
-            ), result
-            results[name] = result
-    finally:
-        jobs.run(["git", "checkout", "--", "."], FOLDER)
+    for name, source in kinds.items():
+        archive = tmp_path / f"{name}.tar"
+        subprocess.run(["tar", "-cf", archive, "-C", source, "."], check=True)
+        code = project / "data.py"
+        if name == "data_hf":  # a diff on the page
+            shutil.copy(REPOSITORY / FOLDER / "data.py", code)
+            subprocess.run(["patch", "--quiet", code], input=patch.encode(), check=True)
+        else:
+            shutil.copy(REPOSITORY / FOLDER / f"{name}.py", code)
+        command = ["job.sh", "--epochs=1", "--batch-size=4"]
+        if name == "data_text":
+            command += ["--epochs=20", "--learning-rate=20"]
+        env = offline | {"CIFAR10_ARCHIVE": str(archive)}
+        result = jobs.sbatch(project, *TWO, *command, **env)
+        assert result.state == "COMPLETED", result
+        assert (
+            "World size 2: 2 steps an epoch, 2 x 4 samples each, of 20; "
+            "5 to validate, 7 to test" in result.output
+        ), result
+        results[name] = result
     for result in results.values():  # the only warning is that there is no GPU
         assert len(re.findall("warning", result.output, re.IGNORECASE)) == 1, result
     text = results.pop("data_text")
@@ -283,6 +396,6 @@ def test_kinds_of_files(jobs, tmp_path):
     metrics = [re.findall(r"^(?:Epoch|Test) .*", log, re.MULTILINE) for log in logs]
     assert len(metrics[0]) == 2, results["data"]
     assert metrics[0] == metrics[1] == metrics[2], "\n".join(map(str, results.values()))
-    job = results["data"].job
-    weights = torch.load(jobs.clone / FOLDER / f"model-{job}.pt", weights_only=True)
+    weights = project / f"model-{results['data'].job}.pt"
+    weights = torch.load(weights, weights_only=True)
     assert weights["fc.weight"].shape == (3, 512)  # as many classes as train has

@@ -1,34 +1,43 @@
-"""docs/your_training: the script before, and after it as jobs of multi_node."""
+"""docs/your_training: a script as a job of one GPU, and what becomes of it on several.
+
+GPUs, disks of nodes and a loss of NaN are simulated; ranks without Slurm get its names.
+"""
 
 import contextlib
+import fcntl
 import re
 import shutil
+import socket
+import subprocess
 import sys
 from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from slurm_jobs import REPOSITORY, Jobs, Result, stop
-from test_readme import changed_lines
+from first_aid import user_of
+from slurm_jobs import REPOSITORY, Jobs, Result, listing, stop
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler, TensorDataset
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
 FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
 PAGE = (REPOSITORY / "docs" / "your_training.rst").read_text()
 SCRIPTS = REPOSITORY / "docs" / "your_training"
+RESUME = SCRIPTS / "resume" / "main.py"
+HOME = user_of(SimpleNamespace(env={}))  # the variables of a shell without Slurm
 
 
 def losses(text: str, processes: int) -> dict[int, float]:
     """Return each epoch's loss, as printed, each over 16384 samples."""
-    end = f", {processes} processes" if processes else ""
+    end = f", {processes} x cpu.*" if processes else ""
     line = rf"^Epoch (\d): loss (\d\.\d{{4}}) over 16384 samples{end}$"
     found = re.findall(line, text, re.MULTILINE)
     return {int(epoch): float(loss) for epoch, loss in found}
 
 
-def train_alone(world_size: int, build) -> list[float]:
+def train_alone(world_size: int, build, first: int = 0) -> list[float]:
     """Train in this process, on what all ranks take in each step together.
 
     `build` returns a model and its optimizer. Return each epoch's loss.
@@ -42,7 +51,7 @@ def train_alone(world_size: int, build) -> list[float]:
     ]
     model, optimizer = build()
     averages = []
-    for epoch in range(5):
+    for epoch in range(first, 5):
         for sampler in samplers:
             sampler.set_epoch(epoch)
         order = torch.tensor(list(chain(*zip(*samplers, strict=True))))
@@ -68,64 +77,74 @@ def expected(world_size: int, rate: float | None = None) -> list[float]:
     return train_alone(world_size, build)
 
 
-def listing(first_words: str) -> str:
-    """Return the page's literal block that begins so."""
-    block = re.search(rf"^    {re.escape(first_words)}.*\n(    .*\n)*", PAGE, re.M)
-    return block[0]
-
-
 @pytest.fixture(scope="module")
-def project(jobs: Jobs, tmp_path_factory):
-    """A project of one's own, typed as on the page, with the two scripts."""
-    folder = tmp_path_factory.mktemp("a project")
-    env = {"PYTORCH_ON_SLURM": str(jobs.clone)}
-    result = jobs.run(["bash", "-euc", listing("uv init")], folder, 600, **env)
-    assert result.exit_code == 0, result
-    (project,) = folder.iterdir()
-    for name in ("before.py", "main.py"):
-        shutil.copy(SCRIPTS / name, project)
-    return project
-
-
-@pytest.fixture(scope="module")
-def together(jobs: Jobs, project) -> Result:
+def together(jobs: Jobs, several) -> tuple[Path, Result]:
     """The script as a job of four processes on two nodes."""
-    return jobs.sbatch(project, *FLAGS.split(), "job.sh", CIFAR10_ARCHIVE="")
+    folder = several(SCRIPTS / "main.py")
+    return folder, jobs.sbatch(folder, *FLAGS.split(), "job.sh", CIFAR10_ARCHIVE="")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_one_gpu_first(jobs, project):
+    """The script runs as it is, and its log is that of the same script at home."""
+    shutil.copy(SCRIPTS / "before.py", project / "main.py")
+    one = "--cpus-per-task=1 --mem=2G"
+    result = jobs.sbatch(project, *one.split(), "job.sh", CIFAR10_ARCHIVE="")
+    assert result.state == "COMPLETED", result
+    found = losses(result.output, 0)
+    assert list(found) == list(range(5)) and found[4] < found[0] / 2, result
+    assert (project / "model.pt").exists()
 
 
 def test_your_training(jobs, project, together):
     """A rank's step is a share of what one process computes; old weights fit."""
-    models = {}
-    for name in ("before.py", "main.py"):
-        (project / "model.pt").rename(project / "other.pt")
-        output = jobs.run([sys.executable, name], project).output
-        models[name] = torch.load(project / "model.pt", weights_only=True)
-        models["job"] = models.get("job") or torch.load(project / "other.pt")
-        if name == "before.py":
-            before = losses(output, 0)
-        else:
-            alone = losses(output, 1)
-    assert together.state == "COMPLETED", together
-    assert before.keys() == alone.keys() == losses(together.output, 4).keys()
-    assert before[4] < before[0] / 2
-    for found, processes in ((alone, 1), (losses(together.output, 4), 4)):
+    folder, result = together
+    assert result.state == "COMPLETED", result
+    weights = torch.load(folder / "model.pt", weights_only=True)
+    shapes = {name: value.shape for name, value in weights.items()}
+    assert shapes == {
+        name: value.shape
+        for name, value in torch.load(project / "model.pt", weights_only=True).items()
+    }
+    alone = jobs.run([sys.executable, "main.py"], folder)
+    for found, processes in ((alone, 1), (result, 4)):
+        found = losses(found.output, processes)
         for epoch, loss in enumerate(expected(processes)):
             assert abs(found[epoch] - loss) < 0.002, (found, expected(processes))
-    shapes = [
-        {name: value.shape for name, value in model.items()}
-        for model in models.values()
-    ]
-    assert shapes[0] == shapes[1] == shapes[2]
 
 
-def test_chain(jobs, project, together):
+@pytest.mark.usefixtures("nothing_left")
+def test_salloc(jobs, together):
+    """srun needs nothing else; without it, the script says so."""
+    folder, result = together
+    python = "--export=ALL,OMP_NUM_THREADS=1 .venv/bin/python main.py"
+    typed = f".venv/bin/python main.py || echo ended $?\nsrun {python}"
+    command = ["salloc", "--quiet", *FLAGS.split(), "bash", "-c", typed]
+    output = jobs.run(command, folder).output
+    error, ended, *_ = output.splitlines()
+    assert error.startswith("main.py: error: start it with srun"), output
+    assert ended == "ended 1", output
+    assert losses(output, 4) == losses(result.output, 4), output
+
+
+@pytest.mark.parametrize("tasks", ["2 ", "1 "])
+def test_other_numbers(jobs, together, tasks):
+    """Slurm accepts what the page asks for. Two cores would take long to train so."""
+    words = f"sbatch --nodes=1 --ntasks-per-node={tasks}"
+    typed = 'sbatch() { command sbatch --test-only "$@"; }\n'
+    result = jobs.run(
+        ["bash", "-euc", typed + listing("your_training.rst", words)], together[0]
+    )
+    assert result.exit_code == 0, result
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_chain(jobs, several, together):
     """A job is killed, the next one goes on, and the last has nothing to do."""
-    folder = project / "chain"
-    folder.mkdir()
-    shutil.copy(project / "job.sh", folder)
-    shutil.copy(SCRIPTS / "resume" / "main.py", folder)
+    folder = several(SCRIPTS / "resume" / "main.py")
+    chain_typed = listing("your_training.rst", "job=$(sbatch")
     options = f'{FLAGS} --output="{jobs.logs}/%j.out"'
-    typed = f'sbatch() {{ command sbatch {options} "$@"; }}\n{listing("job=$(sbatch")}'
+    typed = f'sbatch() {{ command sbatch {options} "$@"; }}\n{chain_typed}'
     result = jobs.run(["bash", "-euc", typed], folder, CIFAR10_ARCHIVE="")
     assert result.exit_code == 0, result
     queue = jobs.run(["squeue", "--noheader", "--format=%A", "--sort=i"])
@@ -148,8 +167,129 @@ def test_chain(jobs, project, together):
         assert result.state == "COMPLETED", result
         parts.append(losses(result.output, 4))
     assert parts[0] and 4 not in parts[0] and 0 not in parts[1] and not parts[2], parts
-    assert parts[0] | parts[1] == losses(together.output, 4), parts
+    assert parts[0] | parts[1] == losses(together[1].output, 4), parts
     assert result.find("^Nothing to do: "), result
+
+
+def start(script: Path, *folders: Path) -> list[Result]:
+    """Train without Slurm, one rank in each folder; return how each has ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    env |= {"SLURM_STEP_NUM_TASKS": str(len(folders))}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            cwd=folder,
+            env=HOME | env | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, folder in enumerate(folders)
+    ]
+    return [Result(rank.communicate(timeout=120)[0], rank.returncode) for rank in ranks]
+
+
+def changed(folder: Path, old: str, new: str) -> Path:
+    """Return a copy of the script that resumes, with another text in one place."""
+    text = RESUME.read_text()
+    assert text.count(old) == 1
+    (folder / "changed.py").write_text(text.replace(old, new))
+    return folder / "changed.py"
+
+
+def test_one_rank_decides(tmp_path):
+    """Rank 1 sees no checkpoint; the rate is that of the new number of processes."""
+    own = tmp_path / "another node's disk"
+    own.mkdir()
+    short = changed(tmp_path, "epochs = 5", "epochs = 2")
+    assert losses(start(short, tmp_path)[0].output, 1).keys() == {0, 1}
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    momentum = {n: m["momentum_buffer"] for n, m in saved["momentum"].items()}
+
+    def build() -> tuple:
+        model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
+        model.load_state_dict(saved["model"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * 2, momentum=0.9)
+        for n, weight in enumerate(model.parameters()):
+            optimizer.state[weight]["momentum_buffer"] = momentum[n].clone()
+        return model, optimizer
+
+    rank_0, rank_1 = start(RESUME, tmp_path, own)
+    assert (rank_0.exit_code, rank_1.exit_code) == (0, 0), (rank_0, rank_1)
+    found = losses(rank_0.output, 2)
+    for epoch, loss in enumerate(train_alone(2, build, first=2), start=2):
+        assert abs(found.pop(epoch) - loss) < 0.002, rank_0
+    assert not found and not list(own.iterdir())
+
+
+def test_random_numbers_and_a_schedule_after_a_resume(tmp_path):
+    """They are what they would have been."""
+    old = "nn.ReLU(), nn.Linear(64, 2)).to(device)"
+    text = changed(tmp_path, old, f"nn.Dropout(0.5), {old}").read_text()
+    set_rate = listing("your_training.rst", "for group in")
+    script = tmp_path / "scheduled.py"
+    script.write_text(text.replace("    metrics =", f"{set_rate}\n    metrics =", 1))
+    whole = losses(start(script, tmp_path)[0].output, 1)
+    (tmp_path / "checkpoint.pt").unlink()
+    stopped = tmp_path / "stopped.py"
+    stopped.write_text(script.read_text().replace("(first, epochs)", "(first, 3)"))
+    parts = losses(start(stopped, tmp_path)[0].output, 1)
+    assert len(parts) == 3
+    parts |= losses(start(script, tmp_path)[0].output, 1)
+    assert parts == whole and len(whole) == 5
+
+
+def test_a_good_checkpoint_stays(tmp_path):
+    """Of NaN, a full disk and a second job, one line tells; nothing else is left."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    assert (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=16k", "none", disk]
+        ).returncode
+        == 0
+    )
+    short = changed(tmp_path, "epochs = 5", "epochs = 1")
+    assert start(short, disk)[0].exit_code == 0
+    good = (disk / "checkpoint.pt").read_bytes()
+
+    def error(script: Path) -> str:
+        for result in (ended := start(script, disk, disk)):
+            assert result.exit_code == 1 and "Traceback" not in result.output, ended
+        assert sorted(path.name for path in disk.iterdir()) == files
+        assert (disk / "checkpoint.pt").read_bytes() == good
+        return ended[0].output
+
+    files = ["checkpoint.lock", "checkpoint.pt"]
+    unstable = changed(tmp_path, "lr=0.05 * world_size", "lr=1e30")
+    assert error(unstable) == "main.py: error: NaN in the weights after epoch 1\n"
+    (disk / "full").write_bytes(bytes(1 << 12))
+    files.append("full")
+    *_, last = error(RESUME).splitlines()
+    wanted = "main.py: error: checkpoint.pt: [Errno 28] No space left on device"
+    assert last == wanted
+    with open(disk / "checkpoint.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (ended,) = start(RESUME, disk)
+    assert ended.exit_code == 1, ended
+    assert ended.output == "main.py: error: another job trains in this folder\n"
+
+
+def test_more(tmp_path):
+    """With all that the page adds: every sample is validated once, and it learns."""
+    script = SCRIPTS / "more" / "main.py"
+    half = tmp_path / "float16.py"
+    half.write_text(script.read_text().replace("torch.bfloat16", "torch.float16"))
+    for file, ranks in ((script, 3), (half, 1)):
+        ended = start(file, *[tmp_path] * ranks)
+        for result in ended:
+            assert result.exit_code == 0, result
+        line = rf"{ranks} x cpu, \d+ samples/s, valid accuracy (.*)% of 1000$"
+        found = ended[0].find(line)
+        assert len(found) == 5 and float(found[4]) > 95, ended[0]
 
 
 def test_what_the_rate_does():
@@ -159,13 +299,3 @@ def test_what_the_rate_does():
     )
     assert f"{expected(16)[-1]:.2f}" == scaled
     assert f"{expected(16, rate=0.05)[-1]:.2f}" == unscaled
-
-
-def test_the_page_counts_lines_as_git_does():
-    counted = re.findall(r"<(\S+)>`__ has (\d+) new\slines and lacks (\d+)", PAGE)
-    assert len(counted) == 2
-    old = "your_training/before.py"
-    for new, *numbers in counted:
-        found = changed_lines(f"docs/{old}", f"docs/{new}")
-        assert found == tuple(map(int, numbers)), new
-        old = new
