@@ -69,9 +69,11 @@ class Run:
                 if is_part:
                     raise RunError(f"the checkpoint is of older code, without {name}")
                 continue  # this field has a default
-            # Copied: on a CPU, the optimizer keeps the tensors that it is given, which
-            # are parts of the file. It is deleted later.
-            saved = copy.deepcopy(state[name])
+            saved = state[name]
+            if name != "model":
+                # On a CPU, these keep the tensors that they are given, which are parts
+                # of the file. It is deleted later.
+                saved = copy.deepcopy(saved)
             if not is_part:
                 setattr(self, name, saved)
                 continue
