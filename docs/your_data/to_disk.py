@@ -1,6 +1,6 @@
 """Save a data set of the Hugging Face hub, or a folder of parquet files, for a job.
 
-Usage: uv run --group huggingface python to_disk.py NAME_OR_FOLDER TARGET
+Usage: python to_disk.py NAME_OR_FOLDER TARGET
 """
 
 import sys
