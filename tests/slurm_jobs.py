@@ -293,8 +293,9 @@ class Jobs:
             self.on(node, *command)
 
 
-# Of a rank's command line, how job.sh or a person starts Python.
-PYTHON = "bin/python[^ ]*( -E -X faulthandler)?"
+# Of a rank's command line, how job.sh or a person starts Python. srun's has it, too, but
+# does not begin so.
+PYTHON = "^[./].*bin/python[^ ]*( -E -X faulthandler)?"
 PICTURES, VALID_PICTURES = 160, 24  # of the small ImageNet
 # Two nodes with a rank each, 16 steps an epoch, of a model with BatchNorm.
 TWO = "--ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --mem=2G".split()
