@@ -293,8 +293,8 @@ class Jobs:
             self.on(node, *command)
 
 
-# Of a rank's command line, how job.sh or a person starts Python. srun's has it, too, but
-# does not begin so.
+# Of a rank's command line, how job.sh or a person starts Python. That of srun has it,
+# too, but begins otherwise.
 PYTHON = "^[./].*bin/python[^ ]*( -E -X faulthandler)?"
 PICTURES, VALID_PICTURES = 160, 24  # of the small ImageNet
 # Two nodes with a rank each, 16 steps an epoch, of a model with BatchNorm.
