@@ -20,7 +20,7 @@ from test_launch import ONE_EACH, ONE_EPOCH, SMALL, TWO_EACH, trained
 # what else it finds in it.
 SITE = "/tmp/localscratch"
 FOLDER = f"{SITE}/$SLURM_JOB_USER.$SLURM_JOB_ID.0"
-PROLOG = f"mkdir -p {FOLDER}; touch '{FOLDER}/the site'; chown $SLURM_JOB_UID {FOLDER}"
+PROLOG = f"mkdir -p {FOLDER}; touch {FOLDER}/site; chown $SLURM_JOB_UID {FOLDER}"
 # uv and PyTorch have files there that do not belong to one job.
 CACHES = "! -path '*/uv-*.lock' ! -path '*/torchinductor_*'"
 EPILOG = f"find {FOLDER} -mindepth 1 {CACHES} > {SITE}/noted.$SLURM_JOB_ID; "
@@ -83,7 +83,7 @@ def nothing_left(jobs):
         found = [line for line in lines if line.startswith("/")]
         here = [line.split(".")[1] for line in lines if line not in found]
         # What the Prolog has made there is all that the Epilog has found.
-        assert found == [f"{SITE}/root.{job}.0/the site" for job in here], node
+        assert found == [f"{SITE}/root.{job}.0/site" for job in here], node
         ended += here
     assert ended
     assert on_disks(jobs) == before
