@@ -267,7 +267,9 @@ class Jobs:
         done"""
         for node in self.cluster.nodes:
             names = self.on(node, "bash", "-c", files).output.splitlines()
-            temporary = r"/tmp/(slurm-job|pymp|torch(?!inductor)|tmp|\.|[^/]+/)|/dev/shm/"
+            temporary = (
+                r"/tmp/(slurm-job|pymp|torch(?!inductor)|tmp|\.|[^/]+/)|/dev/shm/"
+            )
             names = [name for name in names if re.match(temporary, name)]
             found += [
                 f"{node}: {thing}" for thing in self.cluster.processes(node) + names
