@@ -278,8 +278,13 @@ def build_loader(data_set: Dataset, workers: int) -> DataLoader:
     some networks, as the docstring of DistributedDataParallel says. That is why this
     does not take pin_memory, which asks for the GPU.
     """
-    # The workers' sockets lie in the temporary folder, and the path of a socket has 107
-    # bytes at most: if it is longer, the thread that makes it dies, and training waits.
+    # The workers' sockets lie in the temporary folder. A killed rank would leave them
+    # in the site's. What is in the job's own, job.sh removes.
+    job_folder = os.environ.get("LOCAL_JOB_DIR", "")
+    if f"/slurm-job-{os.environ.get('SLURM_JOB_ID')}-" in job_folder:
+        tempfile.tempdir = job_folder
+    # The path of a socket has 107 bytes at most: if it is longer, the thread that makes
+    # it dies, and the training waits.
     if len(tempfile.gettempdir()) > 74:
         tempfile.tempdir = "/tmp"
     loader = DataLoader(

@@ -267,7 +267,9 @@ class Jobs:
         done"""
         for node in self.cluster.nodes:
             names = self.on(node, "bash", "-c", files).output.splitlines()
-            temporary = r"/tmp/(slurm-job|pymp|torch|tmp|\.|[^/]+/)|/dev/shm/"
+            temporary = (
+                r"/tmp/(slurm-job|pymp|torch(?!inductor)|tmp|\.|[^/]+/)|/dev/shm/"
+            )
             names = [name for name in names if re.match(temporary, name)]
             found += [
                 f"{node}: {thing}" for thing in self.cluster.processes(node) + names
@@ -293,9 +295,8 @@ class Jobs:
             self.on(node, *command)
 
 
-# Of a rank's command line, how job.sh or a person starts Python. That of srun has it,
-# too, but begins otherwise.
-PYTHON = "^[./].*bin/python[^ ]*( -E -X faulthandler)?"
+# Of a rank's command line, how job.sh or a person starts Python.
+PYTHON = "^[./].*bin/python[^ ]*( -E -X faulthandler)?"  # not srun's
 PICTURES, VALID_PICTURES = 160, 24  # of the small ImageNet
 # Two nodes with a rank each, 16 steps an epoch, of a model with BatchNorm.
 TWO = "--ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --mem=2G".split()
