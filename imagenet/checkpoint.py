@@ -146,7 +146,7 @@ def do_on_rank_0(failure: str, function: Callable, *arguments):
         except RunError as error:
             answer = [None, error]
         except OSError as error:
-            answer = [None, RunError(f"{failure}: {error.strerror}")]
+            answer = [None, RunError(f"{failure}: {error.strerror or error}")]
     dist.broadcast_object_list(answer, src=0)
     result, error = answer
     if error:
@@ -175,7 +175,7 @@ def write(state: dict, path: Path) -> None:
         partial.rename(path)
     except (OSError, RuntimeError) as error:
         partial.unlink(missing_ok=True)  # this makes room on a full disk
-        # PyTorch raises one of its own, which does not say what the disk has said.
+        # torch.save raises an error of its own. What the disk has said is its context.
         raise (error.__context__ or error) from None
 
 

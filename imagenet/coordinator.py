@@ -31,7 +31,7 @@ class Coordinator:
     ):
         self.run, self.checkpoints = run, checkpoints
         self.watch, self.args = watch, args
-        # A start that must stop at once has got further, too.
+        # After the first step: a start that must stop at once saves one step more, too.
         self.steps_to_meeting = 1
         self.logged_at = time.monotonic()
         self.stop_signals = []

@@ -63,7 +63,7 @@ def main() -> None:
         f"{args.epochs} epochs; computing in {str(dtype).removeprefix('torch.')}"
     )
 
-    # Or a run that was stopped might go on with other algorithms, and round otherwise.
+    # Without this, a resumed run might use other algorithms, and round differently.
     torch.backends.cudnn.deterministic = True
     torch.manual_seed(args.seed)
     model = build_model(args, classes)
@@ -72,7 +72,8 @@ def main() -> None:
         model.compile()
     # backward() averages gradients over all ranks while it computes the remaining ones.
     ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # evaluate() does it. The argument would warn.
+    # evaluate() does it. As an argument of DDP, this would print a warning.
+    ddp_model.broadcast_buffers = False
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # In float16, small gradients would become 0. The scaler multiplies the loss before
     # backward(), and so all gradients. It skips a step whose gradients overflow.
@@ -137,7 +138,7 @@ def train(model, run: Run, coordinator: Coordinator, batches) -> Tensor:
     model.train()
     device = next(model.parameters()).device
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    if dist.get_rank() == 0:  # which counts what was done before this start
+    if dist.get_rank() == 0:  # which adds the sums of earlier starts, once for all
         metrics += run.metrics.to(device)
     for step_images, step_labels in batches:
         optimizer.zero_grad()
@@ -161,7 +162,8 @@ def split_step(run: Run, model, images: Tensor, labels: Tensor):
     count = math.ceil(len(images) / run.recipe["batch_size"])
     pairs = zip(images.tensor_split(count), labels.tensor_split(count), strict=True)
     *first, last = pairs
-    # One all-reduce of the gradients a step is enough: after its last part.
+    # One all-reduce of the gradients a step is enough: after its last part. The caller
+    # computes the other parts inside of this `with`.
     with model.no_sync():
         yield from first
     yield last
@@ -216,7 +218,7 @@ def compute_logits(model, images: Tensor) -> Tensor:
     dtype = find_dtype(images.device)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         logits = model(normalize(images))
-    return logits.float()  # In 16 bits, the loss would be off: 2.516 for 2.498.
+    return logits.float()  # A loss in bfloat16 was 2.516 where it should be 2.498.
 
 
 def find_dtype(device: torch.device) -> torch.dtype:

@@ -112,7 +112,7 @@ def get_recipe(
         "fingerprints of the data": [
             part.images.fingerprint for part in (train_set, valid_set)
         ],
-        "draws": "by SHA-256",  # until November 2026, by hash()
+        "draws": "by SHA-256",  # Others would give other crops and flips.
     }
 
 

@@ -157,8 +157,10 @@ class HangWatch:
         before = self.may_be_slow
         self.tick(self.doing, may_be_slow=True)
         self._set_alarm()
-        yield
-        self.tick(self.doing, before)
+        try:
+            yield
+        finally:
+            self.tick(self.doing, before)
         self._set_alarm()
 
     def close(self) -> None:
