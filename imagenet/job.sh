@@ -80,7 +80,7 @@ on_each_node() {
 
 make_folder() {
     # After a requeue, the folder may be there: this node's mark says that it is this job's.
-    mark=$LOCAL_JOB_DIR/made-on-$SLURMD_NODENAME
+    mark=$LOCAL_JOB_DIR/.made-on-$SLURMD_NODENAME
     [ -O "$mark" ] || mkdir "$LOCAL_JOB_DIR" || fail "$(hostname) needs its own local_disk"
     touch "$mark"
     # What a killed prepare_data.py has left.
@@ -88,10 +88,10 @@ make_folder() {
 }
 
 remove_folder() {
-    [ -O "$LOCAL_JOB_DIR/made-on-$SLURMD_NODENAME" ] || return 0
+    [ -O "$LOCAL_JOB_DIR/.made-on-$SLURMD_NODENAME" ] || return 0
     # The index goes first, so that no later start mistakes what is left for the whole data.
-    # The mark goes last.
-    rm -rf "$LOCAL_JOB_DIR"/{data/index.json,data*,code*} "$LOCAL_JOB_DIR"
+    # The mark, which * leaves out, goes only if all else has gone.
+    rm -rf "$LOCAL_JOB_DIR/data/index.json" "$LOCAL_JOB_DIR"/* && rm -rf "$LOCAL_JOB_DIR"
 }
 
 # Every node takes the commit to its own disk, and the job runs there.
