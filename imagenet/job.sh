@@ -91,7 +91,7 @@ remove_folder() {
     [ -O "$LOCAL_JOB_DIR/.made-on-$SLURMD_NODENAME" ] || return 0
     # The index goes first, so that no later start mistakes what is left for the whole data.
     # The mark, which * leaves out, goes only if all else has gone.
-    rm -rf "$LOCAL_JOB_DIR/data/index.json" "$LOCAL_JOB_DIR"/* && rm -rf "$LOCAL_JOB_DIR"
+    rm -rf "$LOCAL_JOB_DIR/data/index.json" "${LOCAL_JOB_DIR:?}"/* && rm -rf "$LOCAL_JOB_DIR"
 }
 
 # Every node takes the commit to its own disk, and the job runs there.
