@@ -244,7 +244,7 @@ def test_no_python_on_the_second_node(jobs, copy):
     assert result.find(missing) and result.find("^srun: error: node2: "), result
     page = (path / "multi_node" / "README.rst").read_text()
     (line,) = re.findall("^    (export UV_PYTHON=.*)$", page, re.MULTILINE)
-    script = f"{line}; srun uv run --no-sync python main.py --synthetic"
+    script = f"{line}\nsrun uv run --no-sync python main.py --synthetic"
     result = call(
         ["salloc", *flags, "bash", "-c", script], cwd=folder, env=jobs.env, timeout=300
     )
