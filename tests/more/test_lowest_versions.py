@@ -3,10 +3,8 @@
 The clone has an environment of its own, made by README.rst's line for old GPUs.
 """
 
-import os
 import re
 import shutil
-import signal
 import subprocess
 
 import pytest
@@ -81,15 +79,3 @@ def test_resumed(lowest):
     assert [result.restarts for result in results] == [1, 0, 0], results
     weights = {WEIGHTS_LINE.findall(result.output)[-1] for result in results}
     assert len(weights) == 1, results
-
-
-@pytest.mark.parametrize("rank", [1, 0])
-def test_a_stopped_rank_is_named(lowest, rank):
-    """imagenet/watch.py looks for gloo's words. tests/more/test_watch.py has more."""
-    arguments = [*IMAGENET, "--epochs=99", "--timeout=20"]
-    job = lowest.submit("imagenet", *TWO, "job.sh", *arguments)
-    lowest.until(job, "^Epoch 1: ", timeout=300)
-    node = f"node{rank + 1}"
-    os.kill(lowest.pid(node, "main.py"), signal.SIGSTOP)
-    lowest.until(job, f"^error: rank {rank} on {node} does not answer")
-    lowest.cancel(job)
