@@ -306,9 +306,9 @@ def parse_args() -> argparse.Namespace:
         help="folder that prepare_data.py has filled",
     )
     add("--synthetic", action="store_true", help="made-up images, a small model")
-    add("--limit-train-samples", type=int, help="limit of the training set")
-    add("--limit-valid-samples", type=int, help="limit of the validation set")
-    add("--image-size", type=int, default=224, help="pixels a side")
+    add("--limit-train-samples", type=positive_int, help="limit of the training set")
+    add("--limit-valid-samples", type=positive_int, help="limit of the validation set")
+    add("--image-size", type=positive_int, default=224, help="pixels a side")
     add(
         "--model",
         choices=["dummy", *known],
@@ -316,9 +316,9 @@ def parse_args() -> argparse.Namespace:
         default="resnet50",
         help="one of torchvision's; dummy: as fast as the data",
     )
-    add("--epochs", type=int, default=90, help="passes over the training set")
-    add("--batch-size", type=int, default=256, help="images per GPU at a time")
-    add("--accumulate", type=int, default=1, help="batches per GPU in a step")
+    add("--epochs", type=positive_int, default=90, help="passes over the training set")
+    add("--batch-size", type=positive_int, default=256, help="images per GPU at a time")
+    add("--accumulate", type=positive_int, default=1, help="batches per GPU in a step")
     add(
         "--learning-rate",
         type=float,
@@ -338,28 +338,25 @@ def parse_args() -> argparse.Namespace:
     add("--save-minutes", type=float, default=10.0, help="between checkpoints")
     add(
         "--save-steps",
-        type=int,
+        type=positive_int,
         default=10**6,
         help="steps between checkpoints, if sooner",
     )
-    add("--keep", type=int, default=3, help="checkpoints, besides the best")
-    add("--timeout", type=int, default=120, help="seconds until a hang ends")
+    add("--keep", type=positive_int, default=3, help="checkpoints, besides the best")
+    add("--timeout", type=positive_int, default=120, help="seconds until a hang ends")
     add("--profile", action="store_true", help="trace a few steps")
     add("--wandb", metavar="PROJECT", help="W&B project to track it in, too")
     if "--synthetic" in sys.argv:  # other defaults, which options still override
         parser.set_defaults(epochs=2, batch_size=8)  # a minute or two on two cores
         parser.set_defaults(model="shufflenet_v2_x0_5", image_size=64, workers=1)
-    args = parser.parse_args()
-    at_least_1 = "epochs batch_size accumulate image_size save_steps keep timeout "
-    at_least_1 += "limit_train_samples limit_valid_samples"
-    at_least_0 = "learning_rate weight_decay seed workers save_minutes"
-    for least, names in ((1, at_least_1), (0, at_least_0)):
-        for name in names.split():
-            value = getattr(args, name)
-            if value is not None and not value >= least:  # unlike <, this refuses nan
-                option = name.replace("_", "-")
-                parser.error(f"--{option} {value}: must be at least {least}")
-    return args
+    return parser.parse_args()
+
+
+def positive_int(text: str) -> int:
+    """Return an option's value, for argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
 
 
 def setup_logging() -> None:

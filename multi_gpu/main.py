@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass
 from os import environ
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 from torchvision import models
 from torchvision.datasets import CIFAR10
 from tqdm import tqdm
@@ -233,8 +233,8 @@ def parse_args() -> argparse.Namespace:
         help="has CIFAR-10, or gets it",
     )
     add("--synthetic", action="store_true", help="made-up images, two short epochs")
-    add("--epochs", type=int, default=35, help="passes over the training set")
-    add("--batch-size", type=int, default=256, help="images per GPU at a time")
+    add("--epochs", type=positive_int, default=35, help="passes over the training set")
+    add("--batch-size", type=positive_int, default=256, help="images per GPU at a time")
     add(
         "--learning-rate",
         type=float,
@@ -246,12 +246,14 @@ def parse_args() -> argparse.Namespace:
     add("--compile", action="store_true", help="cost 23 s on an H200, gained nothing")
     if "--synthetic" in sys.argv:  # other defaults, which options still override
         parser.set_defaults(epochs=2, batch_size=8)  # a minute or two on two cores
-    args = parser.parse_args()
-    if min(args.epochs, args.batch_size) < 1:
-        parser.error("--epochs and --batch-size must be at least 1")
-    if min(args.learning_rate, args.weight_decay, args.seed) < 0:
-        parser.error("--learning-rate, --weight-decay, --seed must be at least 0")
-    return args
+    return parser.parse_args()
+
+
+def positive_int(text: str) -> int:
+    """Return an option's value, for argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
 
 
 def setup_logging() -> None:
@@ -391,25 +393,22 @@ def build_model() -> nn.Module:
     return model
 
 
-@dataclass
-class Split:
-    """Images and their classes."""
-
-    images: Tensor  # uint8, (samples, 32, 32, 3); to train on, padded to 40 x 40
-    labels: Tensor  # int64, (samples,)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
 def load_data(args: argparse.Namespace, device: torch.device):
-    """Return the training, validation and test sets on `device`."""
+    """Return the training, validation and test sets on `device`.
+
+    Each has uint8 images, (samples, 32, 32, 3), and int64 labels. Those to train on are
+    padded to 40 x 40 pixels.
+    """
     tensors = draw_synthetic() if args.synthetic else read_cifar10(args.data_dir)
     images, labels, *test = (tensor.to(device) for tensor in tensors)
     # The images come in a random order: the last tenth is held out for validation.
     held_out = len(labels) // 10
-    train_set = Split(F.pad(images[:-held_out], (0, 0, 4, 4, 4, 4)), labels[:-held_out])
-    return train_set, Split(images[-held_out:], labels[-held_out:]), Split(*test)
+    padded = F.pad(images[:-held_out], (0, 0, 4, 4, 4, 4))
+    return (
+        TensorDataset(padded, labels[:-held_out]),
+        TensorDataset(images[-held_out:], labels[-held_out:]),
+        TensorDataset(*test),
+    )
 
 
 def read_cifar10(data_dir: str) -> list[Tensor]:
@@ -444,9 +443,12 @@ def draw_synthetic() -> list[Tensor]:
     return [images[:1152], labels[:1152], images[1152:], labels[1152:]]
 
 
-def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int):
+def training_batches(
+    data: TensorDataset, global_batch_size: int, seed: int, epoch: int
+):
     """Yield an epoch's batches, cropped and flipped at random."""
-    order, top, left, flip = draw_epoch(len(data), seed, epoch, data.labels.device)
+    images, labels = data.tensors
+    order, top, left, flip = draw_epoch(len(data), seed, epoch, labels.device)
     steps = len(data) // global_batch_size  # without the incomplete last batch
     pixels = torch.arange(32, device=order.device)
     for index in order.split(global_batch_size)[:steps]:
@@ -455,13 +457,13 @@ def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int)
         rows = top[sample] + pixels[:, None]  # (batch, 32, 1)
         # (batch, 1, 32); a flipped image has its columns from right to left.
         columns = left[sample] + torch.where(flip[sample], pixels.flip(0), pixels)
-        yield data.images[sample, rows, columns], data.labels[index]
+        yield images[sample, rows, columns], labels[index]
 
 
-def evaluation_batches(data: Split, batch_size: int):
+def evaluation_batches(data: TensorDataset, batch_size: int):
     """Return all samples once, in batches."""
     share = slice(dist.get_rank(), None, dist.get_world_size())  # this rank's
-    images, labels = data.images[share], data.labels[share]
+    images, labels = data[share]
     return zip(images.split(batch_size), labels.split(batch_size), strict=True)
 
 

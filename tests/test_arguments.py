@@ -80,10 +80,7 @@ def test_help(example, local_disk, tmp_path):
         "--batch-size 0",
         "--batch-size abc",
         "--epochs 0",
-        "--seed -1",
-        "--learning-rate -0.1",
         "--epoch 3",  # no option may be shortened
-        "--weight-decay -1",
     ],
 )
 def test_bad_values(value, tmp_path):

@@ -125,12 +125,12 @@ class ExactModel(nn.Sequential):
 def cut_synthetic(main: ModuleType, samples: int):
     """Return the first ones of the images that --synthetic trains on."""
     images, labels, *_ = main.draw_synthetic()
-    return main.Split(images[:samples], labels[:samples])
+    return main.TensorDataset(images[:samples], labels[:samples])
 
 
 def pad(main: ModuleType, images: Tensor, labels: Tensor):
     """Return a training set as `load_data` makes it."""
-    return main.Split(F.pad(images, (0, 0, 4, 4, 4, 4)), labels)
+    return main.TensorDataset(F.pad(images, (0, 0, 4, 4, 4, 4)), labels)
 
 
 # What a rank does
@@ -143,7 +143,7 @@ def observe(main: ModuleType) -> dict:
     batches = list(main.evaluation_batches(data, 16))
     sizes = [len(images) for images, _ in batches]
     metrics = main.average(main.evaluate(model, batches))
-    train_set = pad(main, data.images, data.labels)
+    train_set = pad(main, *data.tensors)
     return {
         "evaluation": (*metrics, sizes),
         "fed": list(main.training_batches(train_set, GLOBAL_BATCH_SIZE, 5, 3)),
@@ -186,11 +186,12 @@ def test_evaluation_is_what_plain_code_computes():
     torch.manual_seed(0)
     model = NormModel().eval()
     data = cut_synthetic(load_example("single_gpu"), SAMPLES)
+    images, labels = data.tensors
     with torch.no_grad():
-        images = data.images.permute(0, 3, 1, 2)
+        images = images.permute(0, 3, 1, 2)
         logits = model(((images / 255 - MEAN) / STD).float()).double()
-    right_loss = F.cross_entropy(logits, data.labels).item()
-    correct = (logits.argmax(dim=1) == data.labels).sum().item()
+    right_loss = F.cross_entropy(logits, labels).item()
+    correct = (logits.argmax(dim=1) == labels).sum().item()
     loss, accuracy, sizes = alone()["evaluation"]
     assert loss == pytest.approx(right_loss, abs=1e-6)
     assert accuracy == pytest.approx(correct / SAMPLES)
@@ -232,11 +233,11 @@ def test_an_epoch_is_what_plain_code_makes():
     used = order[: STEPS * GLOBAL_BATCH_SIZE]
     for sample, image, label in zip(used, images, labels, strict=True):
         padded = torch.zeros(40, 40, 3, dtype=torch.uint8)
-        padded[4:36, 4:36] = data.images[sample]
+        padded[4:36, 4:36] = data[sample][0]
         y, x = top[sample], left[sample]
         right = padded[y : y + 32, x : x + 32]
         assert torch.equal(image, right.flip(1) if flip[sample] else right)
-        assert label == data.labels[sample]
+        assert label == data[sample][1]
     assert {flip[sample] for sample in used} == {False, True}
 
 

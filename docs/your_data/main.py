@@ -227,8 +227,8 @@ def parse_args() -> argparse.Namespace:
         default=find_data_dir(),
         help="has your data",
     )
-    add("--epochs", type=int, default=35, help="passes over the training set")
-    add("--batch-size", type=int, default=256, help="images per GPU at a time")
+    add("--epochs", type=positive_int, default=35, help="passes over the training set")
+    add("--batch-size", type=positive_int, default=256, help="images per GPU at a time")
     add(
         "--learning-rate",
         type=float,
@@ -238,12 +238,14 @@ def parse_args() -> argparse.Namespace:
     add("--weight-decay", type=float, default=5e-4, help="L2 penalty")
     add("--seed", type=int, default=0, help="of weights, order, crops and flips")
     add("--compile", action="store_true", help="cost 23 s on an H200, gained nothing")
-    args = parser.parse_args()
-    if min(args.epochs, args.batch_size) < 1:
-        parser.error("--epochs and --batch-size must be at least 1")
-    if min(args.learning_rate, args.weight_decay, args.seed) < 0:
-        parser.error("--learning-rate, --weight-decay, --seed must be at least 0")
-    return args
+    return parser.parse_args()
+
+
+def positive_int(text: str) -> int:
+    """Return an option's value, for argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
 
 
 def setup_logging() -> None:

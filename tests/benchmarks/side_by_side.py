@@ -76,14 +76,14 @@ def distribute(model: nn.Module) -> nn.Module:
 
 def pad(example, images: torch.Tensor, labels: torch.Tensor):
     """Return a training set of images of 32 x 32 pixels as `load_data` makes it."""
-    return example.Split(F.pad(images, (0, 0, 4, 4, 4, 4)), labels)
+    return example.TensorDataset(F.pad(images, (0, 0, 4, 4, 4, 4)), labels)
 
 
 def shipped(example, model: nn.Module, data, batch_size: int):
     """Return a function that trains for an epoch of CIFAR-10 as main() does."""
     steps = len(data) // batch_size
     optimizer, scheduler = build_optimizer(example, model, batch_size, steps)
-    dtype = example.find_dtype(data.labels.device)
+    dtype = example.find_dtype(data.tensors[0].device)
     scaler = torch.amp.GradScaler(enabled=dtype == torch.float16)
 
     def turn() -> None:
