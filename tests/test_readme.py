@@ -38,7 +38,7 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
     "old, new, most_added, most_removed",
     [
         ("single_gpu/main.py", "multi_gpu/main.py", 102, 18),
-        ("multi_gpu/main.py", "multi_node/main.py", 21, 10),
+        ("multi_gpu/main.py", "multi_node/main.py", 20, 10),
         ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
         ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
         ("multi_node/job.sh", "multi_node/job_torchrun.sh", 18, 10),
