@@ -186,7 +186,7 @@ def draw_hang() -> str:
     shapes += [
         text(
             "small center",
-            named - 60,
+            named - 80,
             60,
             "a thread in each rank notices that rank 2 is missing",
         ),
