@@ -93,8 +93,8 @@ def test_how_the_job_ended(jobs, nothing_left):
         (code, state)
         for state, code in re.findall(row, first_aid.PAGE.read_text(), re.MULTILINE)
     )
-    # Of a job without an error, and in a session of its own.
-    assert states.keys() - ENDS.keys() == {"0:0", "0:125"}
+    # Of a job without an error, and in sessions of their own.
+    assert states.keys() - ENDS.keys() == {"0:0", "0:53", "0:125"}
     submitted = {
         code: jobs.submit(
             "",
