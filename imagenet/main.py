@@ -1,4 +1,4 @@
-"""Train a ResNet-50 on ImageNet with the GPUs of several nodes, stopped and resumed."""
+"""Train a ResNet-50 on ImageNet on several nodes. A stopped run resumes."""
 
 import argparse
 import logging
@@ -72,7 +72,7 @@ def main() -> None:
         model.compile()
     # backward() averages gradients over all ranks while it computes the remaining ones.
     ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # evaluate() does it. As an argument of DDP, this would print a warning.
+    # evaluate() copies the buffers. DDP's own argument for that prints a warning.
     ddp_model.broadcast_buffers = False
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # In float16, small gradients would become 0. The scaler multiplies the loss before
@@ -306,15 +306,15 @@ def parse_args() -> argparse.Namespace:
         help="folder that prepare_data.py has filled",
     )
     add("--synthetic", action="store_true", help="made-up images, a small model")
-    add("--limit-train-samples", type=positive_int, help="limit of the training set")
-    add("--limit-valid-samples", type=positive_int, help="limit of the validation set")
-    add("--image-size", type=positive_int, default=224, help="pixels a side")
+    add("--limit-train-samples", type=positive_int, help="train on so many images")
+    add("--limit-valid-samples", type=positive_int, help="validate on so many images")
+    add("--image-size", type=positive_int, default=224, help="pixels per side")
     add(
         "--model",
         choices=["dummy", *known],
         metavar="MODEL",
         default="resnet50",
-        help="one of torchvision's; dummy: as fast as the data",
+        help="a model of torchvision; dummy measures the data alone",
     )
     add("--epochs", type=positive_int, default=90, help="passes over the training set")
     add("--batch-size", type=positive_int, default=256, help="images per GPU at a time")
@@ -323,29 +323,34 @@ def parse_args() -> argparse.Namespace:
         "--learning-rate",
         type=float,
         default=0.256,
-        help="peak for a global batch of 256; larger ones scale it",
+        help="peak for a global batch of 256, scaled with the batch",
     )
     add("--weight-decay", type=float, default=2**-15, help="L2 penalty")
     add("--seed", type=int, default=0, help="of weights, order, crops and flips")
-    add("--compile", action="store_true", help="a slow start, often faster steps")
+    add("--compile", action="store_true", help="torch.compile: not tried on a GPU yet")
     add("--workers", type=int, default=cpus, help="decoding processes per GPU")
     add(
         "--checkpoint-dir",
         type=lambda path: Path(path).expanduser(),
         default=default_checkpoint_dir(),
-        help="of this run alone",
+        help="folder for the checkpoints of this run alone",
     )
-    add("--save-minutes", type=float, default=10.0, help="between checkpoints")
+    add("--save-minutes", type=float, default=10.0, help="minutes between checkpoints")
     add(
         "--save-steps",
         type=positive_int,
         default=10**6,
-        help="steps between checkpoints, if sooner",
+        help="also save every so many steps",
     )
-    add("--keep", type=positive_int, default=3, help="checkpoints, besides the best")
-    add("--timeout", type=positive_int, default=120, help="seconds until a hang ends")
+    add("--keep", type=positive_int, default=3, help="checkpoints kept besides best.pt")
+    add(
+        "--timeout",
+        type=positive_int,
+        default=120,
+        help="end a hang after so many seconds",
+    )
     add("--profile", action="store_true", help="trace a few steps")
-    add("--wandb", metavar="PROJECT", help="W&B project to track it in, too")
+    add("--wandb", metavar="PROJECT", help="also log to this W&B project")
     if "--synthetic" in sys.argv:  # other defaults, which options still override
         parser.set_defaults(epochs=2, batch_size=8)  # a minute or two on two cores
         parser.set_defaults(model="shufflenet_v2_x0_5", image_size=64, workers=1)

@@ -1,7 +1,7 @@
 """Stage ImageNet, Tiny ImageNet or an archive of your own on a node's disk.
 
 The archives are copied as they are, and an index says where in them every image lies.
-Training reads the images from there: no million files.
+Training reads the images from there, so there are no million small files.
 """
 
 import argparse
@@ -47,12 +47,12 @@ def parse_args() -> argparse.Namespace:
     add(
         "--extract",
         action="store_true",
-        help="make the usual tree of class folders, a file an image",
+        help="make the usual tree of class folders, one file per image",
     )
     add(
         "--resize",
         type=int,
-        help="write images.zip, with shorter sides of so many pixels",
+        help="write images.zip, with shorter sides of this many pixels",
     )
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Train a model on your data with the GPUs of several nodes, a process each."""
+"""Train a model on your data on several nodes, with one process per GPU."""
 
 import argparse
 import io
@@ -48,7 +48,7 @@ def main() -> None:
         model.compile()
     # backward() averages gradients over all ranks while it computes the remaining ones.
     ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # evaluate() does it. As an argument of DDP, this would print a warning.
+    # evaluate() copies the buffers. DDP's own argument for that prints a warning.
     ddp_model.broadcast_buffers = False
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # In float16, small gradients would become 0. The scaler multiplies the loss before
@@ -233,11 +233,11 @@ def parse_args() -> argparse.Namespace:
         "--learning-rate",
         type=float,
         default=0.2,
-        help="peak for a global batch of 256; larger ones scale it",
+        help="peak for a global batch of 256, scaled with the batch",
     )
     add("--weight-decay", type=float, default=5e-4, help="L2 penalty")
     add("--seed", type=int, default=0, help="of weights, order, crops and flips")
-    add("--compile", action="store_true", help="cost 23 s on an H200, gained nothing")
+    add("--compile", action="store_true", help="torch.compile: 23 s slower on an H200")
     return parser.parse_args()
 
 
