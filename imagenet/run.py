@@ -62,10 +62,10 @@ class Run:
             if not hasattr(value, "load_state_dict"):
                 setattr(self, name, copy.deepcopy(state.get(name, value)))
                 continue
+            if name == "scaler" and not state[name]:
+                continue  # it was idle, in another precision
             try:
-                # In another precision, the scaler was idle: it has saved nothing.
-                saved = state[name] or value.state_dict()
-                value.load_state_dict(copy.deepcopy(saved))
+                value.load_state_dict(copy.deepcopy(state[name]))
             except (KeyError, RuntimeError, ValueError) as error:
                 raise RunError(
                     f"the checkpoint's {name} does not fit --model "

@@ -455,11 +455,18 @@ def test_an_image_that_does_not_decode(name, content, cause, workers, tree, tmp_
 
 
 def test_limited_samples(tree):
-    """The --limit options choose from all of the data, and so from all classes."""
+    """The --limit options choose from all of the data, and so from all classes.
+
+    Accuracies of other numbers of images do not compare: they are of another run.
+    """
     args = options(synthetic=False, data_dir=tree, limit_train_samples=13)
     train_set, _ = data.load_data(args)
     assert len(train_set) == 13
     assert {train_set[1, index][1] for index in range(13)} == {0, 1, 2}
+    recipes = []
+    for args.limit_valid_samples in (5, 6):
+        recipes.append(main.get_recipe(args, *data.load_data(args)))
+    assert recipes[0] != recipes[1]
 
 
 # Workers

@@ -240,6 +240,17 @@ def test_a_rank_stops_at_the_start(tmp_path):
     assert line.startswith(said) and " in main\n" in training.text(), training.text()
 
 
+def test_stopped_before_the_first_step(tmp_path):
+    """Once the ranks have met, a warning is not lost: one step, which is saved."""
+    arguments = [*WANDB.split()[1:], "--model=resnet50"]
+    with Training(tmp_path, 2, *arguments) as training:
+        training.wait_for(lambda: "\nWorld size 2" in training.text())
+        for process in training.processes:
+            os.kill(process.pid, signal.SIGUSR1)
+        assert training.join() == [75, 75], training.text()
+    assert "\nAsked to stop: saved step 1 of epoch 1, " in training.text()
+
+
 # Metrics
 
 
@@ -411,6 +422,7 @@ def measure_usage(folder: Path) -> tuple[dict[str, float], str]:
     for load_for, work_for in ((0.2, 0), (0.05, 0.05)):
         for _ in watching.batches(load(load_for)):
             time.sleep(work_for)
+            assert watching.steps_per_second() > 0  # a step counts before it ends
     speed = watching.speed(1)
     watching.close()
     return speed
