@@ -32,9 +32,12 @@ class Watch:
         self.compiles = args.compile
         self.on_gpu = device.type == "cuda"
         self.profile = start_profile(folder, device) if args.profile else None
-        self.tracker = Tracker(folder, args, run)
-        dist.barrier()  # Rank 0 may have waited for W&B's server, for 90 seconds.
         self.hangs = HangWatch(args.timeout)
+        with self.hangs.paused():
+            # Rank 0 may wait here for W&B's server, for 90 seconds. The others may have
+            # failed to make the group of the watch sooner than it.
+            self.tracker = Tracker(folder, args, run)
+            dist.barrier()
 
     def batches(self, loader: Iterable) -> Iterator:
         """Yield a loop's batches, and measure its speed and its waits for them."""
