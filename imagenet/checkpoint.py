@@ -4,7 +4,6 @@ import fcntl
 import logging
 import mmap
 import os
-import pickle
 import re
 import time
 import zipfile
@@ -31,9 +30,7 @@ class Checkpoints:
         # new controller, and two clusters may share a disk.
         self.is_first_start = (
             folder == default_checkpoint_dir()
-            and environ.get("ENVIRONMENT") == "BATCH"
-            and environ.get("SLURM_RESTART_COUNT", "0") == "0"
-            and "TORCHELASTIC_RUN_ID" not in environ
+            and environ.get("SLURM_RESTART_COUNT") == "0"  # job.sh alone sets a 0
         )
         self.keep = keep
         self.saved_at = time.monotonic()  # the last checkpoint, or the start
@@ -44,8 +41,7 @@ class Checkpoints:
         Raises RunError where none is whole, where it is of another recipe, where the
         folder cannot be used, and where nodes have different data.
         """
-        recipes = gather(recipe)
-        if recipes.count(recipe) < len(recipes):
+        if any(other != recipe for other in gather(recipe)):
             raise RunError("not every node has the same data: stage it again")
         path = do_on_rank_0(f"cannot use {self.folder}", self._find, recipe)
         if path is None:
@@ -78,7 +74,7 @@ class Checkpoints:
 
     def _find(self, recipe: dict) -> Path | None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock()
+        self._lock_folder()
         for partial in self.folder.glob("*.partial"):
             partial.unlink()
         if self._paths() and self.is_first_start:
@@ -96,9 +92,6 @@ class Checkpoints:
                 path.rename(path.with_suffix(".pt.damaged"))
             else:
                 check_recipe(path, state["recipe"], recipe)
-                samples = state["global_batch_size"]
-                if samples < dist.get_world_size():
-                    raise RunError(f"a step has {samples} samples: start fewer ranks")
                 logging.info(f"Resuming from {path}")
                 return path
         if list(self.folder.glob("*.damaged")):
@@ -112,18 +105,21 @@ class Checkpoints:
         if path.exists():  # an earlier start wrote it: this one made no progress
             return
         write(state, path)
-        if "GOT_FURTHER" in environ:  # for job.sh
-            Path(environ["GOT_FURTHER"]).touch()
-        for old in self._paths()[self.keep :]:
-            old.unlink()
+        try:
+            if "GOT_FURTHER" in environ:  # for job.sh
+                Path(environ["GOT_FURTHER"]).touch()
+            for old in self._paths()[self.keep :]:
+                old.unlink()
+        except OSError as error:  # The checkpoint is whole.
+            logging.warning(f"warning: {error}")
 
-    def _lock(self) -> None:
+    def _lock_folder(self) -> None:
         """Keep other runs out of the folder, until this process ends."""
-        self.lock = open(self.folder / "lock", "a")
+        self.lock_file = open(self.folder / "lock", "a")
         # A job that was just killed may hold the lock a little longer.
         for _ in range(60):
             try:
-                return fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 time.sleep(1)
             except OSError:  # a file system without locks
@@ -139,19 +135,19 @@ def do_on_rank_0(failure: str, function: Callable, *arguments):
 
     An error there is raised as RunError on all, with `failure` and the reason.
     """
-    answer = [None, None]
+    answer = None
     if dist.get_rank() == 0:
         try:
-            answer = [function(*arguments), None]
+            answer = function(*arguments)
         except RunError as error:
-            answer = [None, error]
+            answer = error
         except OSError as error:
-            answer = [None, RunError(f"{failure}: {error.strerror or error}")]
-    dist.broadcast_object_list(answer, src=0)
-    result, error = answer
-    if error:
-        raise error
-    return result
+            answer = RunError(f"{failure}: {error.strerror or error}")
+    answers = [answer]
+    dist.broadcast_object_list(answers, src=0)
+    if isinstance(answers[0], RunError):
+        raise answers[0]
+    return answers[0]
 
 
 def gather(value) -> list:
@@ -195,10 +191,7 @@ def check(path: Path) -> dict:
                 raise ValueError("its content does not match its CRC")
         return read(path)
     except Exception as error:  # a damaged file may raise anything
-        reason = str(error).split("\n")[0]
-        if isinstance(error, pickle.UnpicklingError):
-            reason = "it is not made of weights only, and code in it is not run"
-        raise ValueError(reason or "it is cut") from error
+        raise ValueError(str(error).split("\n")[0]) from error
 
 
 def read(path: Path) -> dict:
@@ -223,7 +216,7 @@ def check_recipe(path: Path, saved: dict, asked: dict) -> None:
 
 def default_checkpoint_dir() -> Path:
     """Return this job's own folder: Slurm keeps a job's number when it requeues it."""
-    job = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "none")
+    job = environ.get("SLURM_JOB_ID", "none")
     if "SLURM_ARRAY_TASK_ID" in environ:  # as in the name of its log
         job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return Path(environ.get("SCRATCH", ".")) / "checkpoints" / job

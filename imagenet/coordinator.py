@@ -4,7 +4,6 @@ import argparse
 import logging
 import math
 import signal
-import sys
 import time
 from collections.abc import Iterable, Iterator
 
@@ -14,6 +13,23 @@ from checkpoint import Checkpoints
 from run import Run, RunError, StopRequested
 from torch import Tensor
 from watch import Watch
+
+# What Slurm has sent to this process.
+stop_signals = []
+
+
+def catch_stop_signals() -> None:
+    """Note, and survive, SIGUSR1 before the time limit, and SIGTERM.
+
+    They may come in the middle of anything, and twice, from srun and from uv: the
+    handler does nothing else.
+    """
+
+    def note(number, frame):
+        stop_signals.append(number)
+
+    signal.signal(signal.SIGUSR1, note)
+    signal.signal(signal.SIGTERM, note)
 
 
 class Coordinator:
@@ -34,19 +50,6 @@ class Coordinator:
         # After the first step: a start that must stop at once saves one step more, too.
         self.steps_to_meeting = 1
         self.logged_at = time.monotonic()
-        self.stop_signals = []
-
-    def catch_stop_signals(self) -> None:
-        """Note, and survive, SIGUSR1 before the time limit, and SIGTERM.
-
-        They may come in the middle of anything, and twice, from srun and from uv: the
-        handler does nothing else.
-        """
-
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(
-                number, lambda number, frame: self.stop_signals.append(number)
-            )
 
     def after_step(self, metrics: Tensor) -> None:
         """Count a step, and meet if it is time to. Raises StopRequested, RunError."""
@@ -60,9 +63,9 @@ class Coordinator:
 
         The epoch is saved before, and the next start goes on with its validation.
         """
-        for number, (images, labels) in enumerate(batches):
-            if number % 20 == 0:
-                stop = torch.tensor(len(self.stop_signals), device=images.device)
+        for done, (images, labels) in enumerate(self.watch.batches(batches)):
+            if done % 20 == 0:
+                stop = torch.tensor(len(stop_signals), device=images.device)
                 dist.all_reduce(stop)
                 if stop:
                     raise StopRequested
@@ -81,7 +84,13 @@ class Coordinator:
     def _meet(self, metrics: Tensor) -> None:
         run, save_steps = self.run, self.args.save_steps
         stop, due, speed = self._add_up(metrics)
-        self._check_loss()
+        loss = run.metrics[0].item()
+        if not math.isfinite(loss):
+            raise RunError(
+                f"the loss is {loss} before step {run.step} of epoch {run.epoch}: "
+                "nothing of it is saved; "
+                "try a smaller --learning-rate, or look at the data"
+            )
         self._log(speed)
         if stop or due or run.step % save_steps == 0 or run.step == run.steps:
             with self.watch.hangs.paused():
@@ -100,21 +109,12 @@ class Coordinator:
         """Return how many ranks must stop, and should save, and their mean speed."""
         due = time.monotonic() - self.checkpoints.saved_at > 60 * self.args.save_minutes
         speed = self.watch.steps_per_second() / dist.get_world_size()
-        mine = metrics.new_tensor([bool(self.stop_signals), due, speed])
+        mine = metrics.new_tensor([bool(stop_signals), due, speed])
         sums = torch.cat((metrics, mine))
         dist.all_reduce(sums)
         *totals, stop, due, speed = sums.tolist()
         self.run.metrics = torch.tensor(totals, dtype=torch.float64)
         return stop, due, speed
-
-    def _check_loss(self) -> None:
-        loss = self.run.metrics[0].item()
-        if not math.isfinite(loss):
-            raise RunError(
-                f"the loss is {loss} before step {self.run.step} of epoch "
-                f"{self.run.epoch}: nothing of it is saved; "
-                "try a smaller --learning-rate, or look at the data"
-            )
 
     def _log(self, speed: float) -> None:
         """Log the epoch so far, over all ranks; a line of it every minute."""
@@ -124,8 +124,7 @@ class Coordinator:
         values = {"train/loss": loss, "train/accuracy": accuracy}
         self.watch.tracker.log(run.scheduler.last_epoch, values)
         seconds = time.monotonic() - self.logged_at
-        # In a terminal, there is a bar.
-        if seconds > 60 and not sys.stderr.isatty():
+        if seconds > 60:
             self.logged_at += seconds
             logging.info(
                 f"Epoch {run.epoch}, step {run.step} of {run.steps}: "

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from checkpoint import Checkpoints, default_checkpoint_dir
-from coordinator import Coordinator
+from coordinator import Coordinator, catch_stop_signals
 from data import (
     StagingError,
     build_loader,
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
 from tqdm import tqdm
-from watch import Watch, describe_speed, watch_start
+from watch import Watch, watch_start
 
 
 def main() -> None:
@@ -44,6 +44,7 @@ def main() -> None:
     loaders = [build_loader(part, args.workers) for part in (train_set, valid_set)]
     start = watch_start(6 * args.timeout)  # ranks start at different times
     device = setup_distributed()
+    catch_stop_signals()  # a run that is stopped from here on is saved
     dtype = find_dtype(device)
 
     world_size = dist.get_world_size()
@@ -80,14 +81,13 @@ def main() -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     rebuild_buckets(ddp_model, args.image_size)
-    run = Run(model, optimizer, scheduler, scaler, dtype, recipe, global_batch_size)
+    run = Run(model, optimizer, scheduler, scaler, recipe, global_batch_size)
     if saved:
         run.load_state_dict(saved)
         del saved  # or it takes as much memory as the model, to the end
     watch = Watch(checkpoints.folder, device, args, run)
     start.cancel()
     coordinator = Coordinator(run, checkpoints, watch, args)
-    coordinator.catch_stop_signals()
     status = 0
     try:
         run_epochs(ddp_model, run, coordinator, watch, loaders)
@@ -118,15 +118,15 @@ def run_epochs(
             batches = tqdm(batches, f"Epoch {epoch}", steps, leave=False, disable=None)
         metrics = train(ddp_model, run, coordinator, batches)
         train_loss, train_accuracy = average(metrics)
-        speed = watch.speed(run.global_batch_size)
+        speed, in_words = watch.speed(run.global_batch_size)
         batches = evaluation_batches(valid_loader, run.recipe["batch_size"], device)
-        metrics = evaluate(run.model, coordinator.validation(watch.batches(batches)))
+        metrics = evaluate(run.model, coordinator.validation(batches))
         valid_loss, valid_accuracy = average(metrics)
         logging.info(
             f"Epoch {epoch}: "
             f"train loss {train_loss:.3f} accuracy {train_accuracy:.2%}, "
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
-            f"{describe_speed(speed)}"
+            f"{in_words}"
         )
         valid = {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy}
         coordinator.end_epoch(valid | speed)

@@ -31,7 +31,6 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     scaler: torch.amp.GradScaler
-    dtype: torch.dtype  # that convolutions compute in
     recipe: dict  # what must stay as it is from the first step to the last
     global_batch_size: int
     epoch: int = 1
@@ -57,32 +56,20 @@ class Run:
 
         A checkpoint of an older version may lack a field that has a default.
         """
-        if state.get("dtype") != self.dtype:
-            logging.warning(
-                f"warning: this run was in {state.get('dtype')}, and is in {self.dtype}"
-            )
-            # A scaler that is in use cannot load what an idle one has saved.
-            state |= {"dtype": self.dtype, "scaler": self.scaler.state_dict()}
+        # The tensors in `state` are parts of the file, which is deleted later. An
+        # optimizer on a CPU keeps the tensors that it is given: it gets copies.
         for name, value in vars(self).items():
-            is_part = hasattr(value, "load_state_dict")
-            if name not in state:
-                if is_part:
-                    raise RunError(f"the checkpoint is of older code, without {name}")
-                continue  # this field has a default
-            saved = state[name]
-            if name != "model":
-                # On a CPU, these keep the tensors that they are given, which are parts
-                # of the file. It is deleted later.
-                saved = copy.deepcopy(saved)
-            if not is_part:
-                setattr(self, name, saved)
+            if not hasattr(value, "load_state_dict"):
+                setattr(self, name, copy.deepcopy(state.get(name, value)))
                 continue
+            if name == "scaler" and not state.get(name):
+                continue  # it was idle, in another precision
             try:
-                value.load_state_dict(saved)
+                value.load_state_dict(copy.deepcopy(state[name]))
             except (KeyError, RuntimeError, ValueError) as error:
                 raise RunError(
                     f"the checkpoint's {name} does not fit --model "
-                    f"{self.recipe['model']}: {' '.join(str(error).split())}"
+                    f"{self.recipe['model']}: {error!r}"
                 ) from error
 
     def log_weights(self, commit: str) -> None:
@@ -109,6 +96,7 @@ def get_recipe(
     )
     return {name: getattr(args, name) for name in settings} | {
         "samples": len(train_set),
+        "samples to validate": len(valid_set),  # or accuracies would not compare
         "fingerprints of the data": [
             part.images.fingerprint for part in (train_set, valid_set)
         ],

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checkpoint import gather
 from run import Run
 
 
@@ -33,56 +34,54 @@ class Watch:
         self.profile = start_profile(folder, device) if args.profile else None
         self.hangs = HangWatch(args.timeout)
         with self.hangs.paused():
-            # Rank 0 may wait here for W&B's server, for 90 seconds.
+            # Rank 0 may wait here for W&B's server, for 90 seconds. The others may have
+            # failed to make the group of the watch sooner than it.
             self.tracker = Tracker(folder, args, run)
             dist.barrier()
 
     def batches(self, loader: Iterable) -> Iterator:
         """Yield a loop's batches, and measure its speed and its waits for them."""
-        batches = iter(loader)
+        working = "works on a batch, or waits there for other ranks"
         self.steps = 0
         self.start = time.perf_counter()
         self.waits = []  # for batches: when each began, and when it ended
         self.hangs.tick("waits for its first batch")
-        while True:
-            begin = self._now()
-            batch = next(batches, None)
+        begin = self._now()
+        for batch in loader:
             self.waits.append((begin, self._now()))
             # The first step may compile, which takes longer than a hang.
-            compiling = self.compiles and not self.steps
-            self.hangs.tick(
-                "works on a batch, or waits there for other ranks", compiling
-            )
-            if batch is None:
-                return
+            compiling = self.compiles and self.steps == 0
+            self.hangs.tick(working, compiling)
+            self.steps += 1
             yield batch
             if compiling:  # on a GPU, this rank may be here long before the others
                 dist.barrier()
-            self.steps += 1
             if self.profile:
                 self.profile.step()
             self.hangs.tick("waits for its next batch")
+            begin = self._now()
+        self.hangs.tick(working)
 
     def steps_per_second(self) -> float:
         """Return the speed of this loop so far."""
         return self.steps / (time.perf_counter() - self.start)
 
-    def speed(self, images: int) -> dict[str, float]:
-        """Return how fast this loop was, of so many images a step, to be logged.
+    def speed(self, images: int) -> tuple[dict[str, float], str]:
+        """Return how fast this loop was, of so many images a step: numbers, and words.
 
-        Nothing, if it had no step: an earlier start has taken them all.
+        No numbers, if it had no step: an earlier start has taken them all.
         """
-        if not self.steps:
-            return {}
+        if self.steps == 0:
+            return {}, "nothing was left to train"
         seconds = time.perf_counter() - self.start
-        speed = {
-            "images/s": self.steps * images / seconds,
-            "usage/waiting for data": self._seconds_waited() / seconds,
-        }
+        rate, waiting = self.steps * images / seconds, self._seconds_waited() / seconds
+        speed = {"images/s": rate, "usage/waiting for data": waiting}
+        words = f"{rate:.0f} images/s, {waiting:.0%} waiting for data"
         if self.on_gpu:
             free, total = torch.cuda.mem_get_info()
             speed["usage/memory in use"] = 1 - free / total
-        return speed
+            words += f", {1 - free / total:.0%} memory in use"
+        return speed, words
 
     def close(self) -> None:
         """Stop watching: on all ranks, before the process group is destroyed."""
@@ -111,19 +110,29 @@ def watch_start(timeout: float) -> threading.Timer:
     """End this rank, unless it is cancelled in time: before there is a `HangWatch`."""
 
     def end() -> None:
-        logging.error(
-            f"error: rank {os.environ['RANK']} on {socket.gethostname()} has not begun "
-            f"to train after {timeout:.0f} s: another rank or its node is gone, "
-            "MASTER_ADDR is not rank 0's node, or NCCL cannot use the network, "
+        log_stacks(
+            f"has not begun to train after {timeout} s: another rank or its node is "
+            "gone, MASTER_ADDR is not rank 0's node, or NCCL cannot use the network, "
             "see NCCL_SOCKET_IFNAME"
         )
-        faulthandler.dump_traceback()
         os._exit(1)
 
     timer = threading.Timer(timeout, end)
     timer.daemon = True
     timer.start()
     return timer
+
+
+def log_stacks(message: str) -> None:
+    """Say what is wrong with this rank, and what its threads are doing."""
+    # All in one piece: other ranks write to the same log.
+    with open(os.memfd_create("stacks"), "w+") as stacks:
+        faulthandler.dump_traceback(stacks)
+        stacks.seek(0)
+        logging.error(
+            f"error: rank {os.environ['RANK']} on {socket.gethostname()} "
+            f"{message}\n{stacks.read()}"
+        )
 
 
 class HangWatch:
@@ -139,8 +148,17 @@ class HangWatch:
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        self.hosts = [""] * dist.get_world_size()
-        self.group = self._make_group()
+        self.hosts = gather(socket.gethostname())
+        self.group = None
+        # Where rank 0 is stopped, its barrier ends for the others after this timeout.
+        limit = timedelta(seconds=0.85 * timeout)
+        try:
+            self.group = dist.new_group(backend="gloo", timeout=limit)
+        except RuntimeError as error:
+            logging.warning(
+                "warning: a rank that is stopped will not be named: the ranks cannot "
+                f"reach each other with gloo, see GLOO_SOCKET_IFNAME: {error!r}"
+            )
         self.tick("has not asked for a batch yet")
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -154,54 +172,35 @@ class HangWatch:
     @contextlib.contextmanager
     def paused(self):
         """Give time to what may take long. All ranks enter it: others wait."""
-        before = self.may_be_slow
         self.tick(self.doing, may_be_slow=True)
-        self._set_alarm()
-        try:
-            yield
-        finally:
-            self.tick(self.doing, before)
-        self._set_alarm()
+        yield
+        self.tick(self.doing)
 
     def close(self) -> None:
         self.closed.set()
         self.thread.join()
         faulthandler.cancel_dump_traceback_later()
 
-    def _make_group(self) -> dist.ProcessGroup | None:
-        # Where rank 0 is stopped, its barrier ends for the others after this timeout.
-        limit = timedelta(seconds=0.85 * self.timeout)
-        try:
-            group = dist.new_group(backend="gloo", timeout=limit)
-            dist.all_gather_object(self.hosts, socket.gethostname(), group)
-            return group
-        except RuntimeError as error:
-            reason = str(error).split("\n")[0]
-            logging.warning(
-                "warning: a rank that is stopped will not be named: the ranks cannot "
-                f"reach each other with gloo, see GLOO_SOCKET_IFNAME: {reason}"
-            )
-            return None
-
-    def _set_alarm(self) -> None:
-        """End this rank in `timeout` seconds, unless this is called again before."""
-        faulthandler.cancel_dump_traceback_later()
-        if not self.may_be_slow:
-            faulthandler.dump_traceback_later(self.timeout, exit=True)
-
     def _run(self) -> None:
         closing = False
         while not closing:
-            self._set_alarm()
+            # faulthandler ends this rank, unless this thread comes here again in time.
+            faulthandler.cancel_dump_traceback_later()
+            if not self.may_be_slow:
+                faulthandler.dump_traceback_later(self.timeout, exit=True)
             closing = self.closed.wait(self.timeout / 40)
             if self.group:
                 self._meet(closing)
-            if self._seconds_without_tick() > 0.9 * self.timeout:
-                self._report()
-                # The other ranks show their stacks meanwhile: when the first one has
-                # ended, srun kills them.
+            if self.may_be_slow:
+                continue
+            last_tick = self.last_tick
+            seconds = time.monotonic() - last_tick
+            if seconds > 0.9 * self.timeout:
+                log_stacks(f"has not moved for {seconds:.0f} s: it {self.doing}")
+                # When the first rank has ended, srun kills the others. Until then, they
+                # show their stacks, too. The main thread may still move.
                 self.closed.wait(0.1 * self.timeout)
-                if self._seconds_without_tick() > self.timeout:
+                if last_tick == self.last_tick:
                     os._exit(1)
 
     def _meet(self, closing: bool) -> None:
@@ -210,7 +209,7 @@ class HangWatch:
         try:
             limit = timedelta(seconds=0.7 * self.timeout)
             dist.monitored_barrier(self.group, limit, wait_all_ranks=True)
-            # When one closes, none waits for it any more.
+            # A thread that closes comes no more. All hear of it, and meet no more.
             any_closing = torch.tensor(float(closing))
             dist.all_reduce(any_closing, group=self.group)
             if not any_closing:
@@ -221,29 +220,15 @@ class HangWatch:
             elif "Timed out" in str(error):
                 missing = [0]
             elif dist.get_rank() == 0:
-                reason = str(error).split("\n")[0]
-                logging.error(f"error: a rank does not answer: {reason}")
-            # Else rank 0 says who is missing, or srun says which process has ended.
-        self.group = None  # after an error, gloo cannot use it again
+                logging.error(f"error: a rank does not answer: {error!r}")
+            # On the other ranks, another error says no more than rank 0 does.
+        self.group = None  # an error has broken it
         for rank in missing:
-            self.may_be_slow = False  # this rank waits for that one
+            # Whatever this rank is doing, it waits for that one, and is to end, too.
+            self.may_be_slow = False
             logging.error(
                 f"error: rank {rank} on {self.hosts[rank]} does not answer: "
                 "it is stopped or has ended, or its node or the network is down"
-            )
-
-    def _seconds_without_tick(self) -> float:
-        return 0.0 if self.may_be_slow else time.monotonic() - self.last_tick
-
-    def _report(self) -> None:
-        with open(os.memfd_create("stacks"), "w+") as stacks:
-            faulthandler.dump_traceback(stacks)
-            stacks.seek(0)
-            logging.error(
-                f"error: rank {dist.get_rank()} on {socket.gethostname()} "
-                f"has not moved for {self._seconds_without_tick():.0f} s: "
-                f"it {self.doing}\n"
-                f"{stacks.read()}"
             )
 
 
@@ -254,59 +239,58 @@ class Tracker:
     """
 
     def __init__(self, folder: Path, args: argparse.Namespace, run: Run):
-        self.writers: dict = {}
+        self.tensorboard = self.wandb = None
         if dist.get_rank() != 0:
             return
-        with self._survive_errors("TensorBoard"):
-            self.writers["TensorBoard"] = TensorBoard(folder, run.scheduler.last_epoch)
+        with self._survive_errors("tensorboard"):
+            self.tensorboard = start_tensorboard(folder, run.scheduler.last_epoch)
         if args.wandb:
-            with self._survive_errors("W&B (no internet? export WANDB_MODE=offline)"):
-                self.writers["W&B"] = start_wandb(folder, args, run.id)
+            hint = " (no internet? export WANDB_MODE=offline)"
+            with self._survive_errors("wandb", hint):
+                self.wandb = start_wandb(folder, args, run.id)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Write the metrics after so many steps."""
-        for name, writer in list(self.writers.items()):
-            with self._survive_errors(name):
-                writer.log(values, step)
+        if self.tensorboard:
+            with self._survive_errors("tensorboard"):
+                for name, value in values.items():
+                    self.tensorboard.add_scalar(name, value, step)
+        if self.wandb:
+            with self._survive_errors("wandb"):
+                self.wandb.log(values, step)
 
     def close(self) -> None:
-        for name, writer in list(self.writers.items()):
-            with self._survive_errors(name):
-                writer.finish()
+        if self.tensorboard:
+            with self._survive_errors("tensorboard"):
+                self.tensorboard.close()
+        if self.wandb:
+            with self._survive_errors("wandb"):
+                self.wandb.finish()
 
     @contextlib.contextmanager
-    def _survive_errors(self, name: str):
+    def _survive_errors(self, writer: str, hint: str = ""):
         try:
             yield
         except Exception as error:
-            self.writers.pop(name, None)
-            logging.warning(f"warning: no more metrics go to {name}: {error!r}")
+            setattr(self, writer, None)
+            logging.warning(f"warning: no more metrics go to {writer}{hint}: {error!r}")
 
 
-class TensorBoard:
-    """Writes for TensorBoard, with the methods of a W&B run.
+def start_tensorboard(folder: Path, steps_done: int):
+    """Return what writes for TensorBoard.
 
-    TensorBoard's own thread writes to the disk: where that is slow, no step waits.
+    Its own thread writes to the disk: where that is slow, no step waits.
     """
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, steps_done: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(
-            str(folder / "tensorboard"),
-            # From this step on, TensorBoard drops what an earlier start has logged:
-            # these steps are done, and logged, once more.
-            purge_step=steps_done + 1,
-            max_queue=0,  # no limit
-            flush_secs=1,
-        )
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def finish(self) -> None:
-        self.writer.close()
+    return SummaryWriter(
+        str(folder / "tensorboard"),
+        # From this step on, TensorBoard drops what an earlier start has logged: these
+        # steps are done, and logged, once more.
+        purge_step=steps_done + 1,
+        max_queue=0,  # no limit
+        flush_secs=1,
+    )
 
 
 def start_wandb(folder: Path, args: argparse.Namespace, run_id: str):
@@ -348,12 +332,3 @@ def start_profile(folder: Path, device: torch.device) -> torch.profiler.profile:
     profile = torch.profiler.profile(schedule=schedule, on_trace_ready=report)
     profile.start()
     return profile
-
-
-def describe_speed(speed: dict[str, float]) -> str:
-    """Return "900 images/s, 3% waiting for data, 39% memory in use"."""
-    if not speed:
-        return "nothing was left to train"
-    rate, *shares = speed.items()
-    told = [f"{share:.0%} {name.removeprefix('usage/')}" for name, share in shares]
-    return ", ".join([f"{rate[1]:.0f} images/s", *told])

@@ -11,6 +11,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.timeout(120)
 sys.path.append(str(REPOSITORY / "imagenet"))
 import run as run_module  # noqa: E402
 from checkpoint import Checkpoints, check, default_checkpoint_dir  # noqa: E402
-from coordinator import Coordinator  # noqa: E402
+from coordinator import Coordinator, catch_stop_signals, stop_signals  # noqa: E402
 from run import Run, RunError, StopRequested  # noqa: E402
 
 # Ranks
@@ -107,7 +108,7 @@ def run_rank(rank: int, world_size: int, folder: str, work, args: tuple) -> None
     torch.set_num_threads(1)
     # As in a process that no forkserver has made.
     multiprocessing.set_start_method("fork", force=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank)}
     # So long that imagenet's watch alone ends a hang.
     store, timeout = f"file://{folder}/store", timedelta(minutes=2)
     dist.init_process_group("gloo", store, timeout, rank=rank, world_size=world_size)
@@ -144,8 +145,7 @@ def draw(epoch: int, step: int, kilobytes: int = 1) -> Run:
     optimizer = torch.optim.SGD(model.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    parts = (model, optimizer, scheduler, scaler, torch.float32)
-    return Run(*parts, RECIPE, 4, epoch, step)
+    return Run(model, optimizer, scheduler, scaler, RECIPE, 4, epoch, step)
 
 
 def is_from(state: dict, epoch: int, step: int) -> bool:
@@ -161,8 +161,8 @@ def opened(folder: Path, keep: int = 3, recipe: dict = RECIPE):
     try:
         yield checkpoints, checkpoints.load(recipe)
     finally:
-        if hasattr(checkpoints, "lock"):
-            checkpoints.lock.close()
+        if hasattr(checkpoints, "lock_file"):
+            checkpoints.lock_file.close()
 
 
 def load(folder: Path, recipe: dict = RECIPE) -> dict | None:
@@ -246,10 +246,11 @@ def test_all_of_a_run_comes_back(tmp_path, rank0):
         assert (tmp_path / "best.pt").exists()
 
 
-def test_got_further(tmp_path, rank0, monkeypatch):
+def test_got_further(tmp_path, rank0, monkeypatch, caplog):
     """job.sh finds its file once a checkpoint is further than where the start began.
 
-    A run that was killed at the end of an epoch writes best.pt once more.
+    A run that was killed at the end of an epoch writes best.pt once more. Where the
+    file cannot be made, the checkpoint is whole, and the run goes on.
     """
     folder, further = tmp_path / "checkpoints", tmp_path / "further"
     write(folder, (1, 1))
@@ -262,6 +263,11 @@ def test_got_further(tmp_path, rank0, monkeypatch):
         checkpoints.save(draw(1, 2))
         assert further.exists()
         assert checkpoints.saved_at > started_at  # --save-minutes begins again
+        monkeypatch.setenv("GOT_FURTHER", str(tmp_path / "removed/further"))
+        checkpoints.save(draw(1, 3))
+    (warning,) = caplog.messages
+    assert "No such file or directory" in warning and "removed/further" in warning
+    assert is_from(load(folder), 1, 3)
 
 
 def test_folder_on_the_scratch(tmp_path, monkeypatch, rank0):
@@ -354,7 +360,7 @@ def damage(path: Path, how: str) -> None:
         ("cut", "File is not a zip file"),
         ("empty", "cannot mmap an empty file"),
         ("bit", "its content does not match its CRC"),
-        ("code", "it is not made of weights only, and code in it is not run"),
+        ("code", "Weights only load failed. .*"),
     ],
 )
 def test_damaged(how, reason, tmp_path, rank0, caplog, monkeypatch):
@@ -368,7 +374,8 @@ def test_damaged(how, reason, tmp_path, rank0, caplog, monkeypatch):
     damage(newest, how)
     assert is_from(load(tmp_path), 1, 1)
     head = f"warning: {newest} is damaged, trying the one before: "
-    assert caplog.messages == [head + reason]
+    (warning,) = caplog.messages
+    assert re.fullmatch(re.escape(head) + reason, warning)
     assert names(tmp_path) == [older.name, f"{newest.name}.damaged"]
     # The next start finds nothing to complain of.
     assert is_from(load(tmp_path), 1, 1)
@@ -499,7 +506,7 @@ def test_a_checkpoint_of_older_code(tmp_path, rank0):
     assert str(resumed.state_dict()) == before and "nan" not in before
     del state["optimizer"]
     line = refused(resumed.load_state_dict, state)
-    assert line == "the checkpoint is of older code, without optimizer"
+    assert line.startswith("the checkpoint's optimizer does not fit")
 
 
 # Folders that cannot be written to
@@ -583,7 +590,8 @@ def take_steps(
     run.scheduler = SimpleNamespace(last_epoch=0)
     args = SimpleNamespace(save_steps=save_steps, save_minutes=1)
     coordinator = Coordinator(run, checkpoints, watch, args)
-    coordinator.catch_stop_signals()
+    stop_signals.clear()
+    catch_stop_signals()
     metrics, end = torch.zeros(3, dtype=torch.float64), ""
     try:
         for run.scheduler.last_epoch in range(1, steps + 1):

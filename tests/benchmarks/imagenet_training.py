@@ -61,9 +61,9 @@ def main() -> None:
 
         def shipped():
             model, optimizer, scheduler = make_model()
-            dtype = example.find_dtype(device)
-            scaler = torch.amp.GradScaler(enabled=dtype == torch.float16)
-            parts = (model, optimizer, scheduler, scaler, dtype)
+            half = example.find_dtype(device) == torch.float16
+            scaler = torch.amp.GradScaler(enabled=half)
+            parts = (model, optimizer, scheduler, scaler)
             # An epoch ends with a checkpoint. A turn is much shorter than this epoch.
             recipe = {"samples": 10**9, "batch_size": args.batch_size}
             run = example.Run(*parts, recipe, args.batch_size)

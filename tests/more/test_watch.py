@@ -240,6 +240,17 @@ def test_a_rank_stops_at_the_start(tmp_path):
     assert line.startswith(said) and " in main\n" in training.text(), training.text()
 
 
+def test_stopped_before_the_first_step(tmp_path):
+    """Once the ranks have met, a warning is not lost: one step, which is saved."""
+    arguments = [*WANDB.split()[1:], "--model=resnet50"]
+    with Training(tmp_path, 2, *arguments) as training:
+        training.wait_for(lambda: "\nWorld size 2" in training.text())
+        for process in training.processes:
+            os.kill(process.pid, signal.SIGUSR1)
+        assert training.join() == [75, 75], training.text()
+    assert "\nAsked to stop: saved step 1 of epoch 1, " in training.text()
+
+
 # Metrics
 
 
@@ -302,7 +313,7 @@ def test_nowhere_to_write(tmp_path):
         text = ranks.text()
     # TensorBoard's thread ends with a traceback, which may begin on the same line.
     (warning,) = re.findall("warning: .*", text)
-    assert warning.startswith("warning: no more metrics go to TensorBoard: "), text
+    assert warning.startswith("warning: no more metrics go to tensorboard: "), text
     assert "trained\n" in text
 
 
@@ -337,7 +348,7 @@ class WandbTraining(Training):
     def end(self, status: int) -> list[str]:
         """Wait for its end, and return what it has warned of W&B."""
         assert self.join() == [status], self.text()
-        return re.findall("^warning: .*W&B.*", self.text(), re.MULTILINE)
+        return re.findall("^warning: .*wandb.*", self.text(), re.MULTILINE)
 
 
 def read_wandb(file: Path) -> tuple[str, dict[int, float]]:
@@ -393,16 +404,15 @@ def test_wandb_without_internet(tmp_path):
     arguments = ["--timeout=6", "--epochs=1", "--limit-train-samples=8"]
     with WandbTraining(tmp_path, *arguments, **env) as training:
         (warning,) = training.end(0)
-    assert warning.startswith(
-        "warning: no more metrics go to W&B (no internet? export WANDB_MODE=offline): "
-    )
+    hint = "(no internet? export WANDB_MODE=offline)"
+    assert warning.startswith(f"warning: no more metrics go to wandb {hint}: ")
     assert 2 in read_tensorboard(training.checkpoints)
 
 
 # Where a step's time goes
 
 
-def measure_usage(folder: Path) -> dict[str, float]:
+def measure_usage(folder: Path) -> tuple[dict[str, float], str]:
     def load(seconds: float):
         for number in range(5):
             time.sleep(seconds)
@@ -412,6 +422,7 @@ def measure_usage(folder: Path) -> dict[str, float]:
     for load_for, work_for in ((0.2, 0), (0.05, 0.05)):
         for _ in watching.batches(load(load_for)):
             time.sleep(work_for)
+            assert watching.steps_per_second() > 0  # a step counts before it ends
     speed = watching.speed(1)
     watching.close()
     return speed
@@ -419,7 +430,9 @@ def measure_usage(folder: Path) -> dict[str, float]:
 
 def test_usage(tmp_path):
     """Only the waits for the last loop's batches count."""
-    (speed,) = run_ranks(1, measure_usage, tmp_path)
+    ((speed, words),) = run_ranks(1, measure_usage, tmp_path)
     # Other jobs of this machine make either sleep longer. There is no GPU.
     assert speed.keys() == {"images/s", "usage/waiting for data"}
     assert speed["usage/waiting for data"] == pytest.approx(0.5, abs=0.2)
+    share = speed["usage/waiting for data"]
+    assert words == f"{speed['images/s']:.0f} images/s, {share:.0%} waiting for data"
