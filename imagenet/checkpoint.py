@@ -31,6 +31,7 @@ class Checkpoints:
         self.is_first_start = (
             folder == default_checkpoint_dir()
             and environ.get("SLURM_RESTART_COUNT") == "0"  # job.sh alone sets a 0
+            and "TORCHELASTIC_RUN_ID" not in environ  # torchrun restarts a rank itself
         )
         self.keep = keep
         self.saved_at = time.monotonic()  # the last checkpoint, or the start
