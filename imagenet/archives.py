@@ -215,7 +215,7 @@ def list_zip(file: BinaryIO, archive: str) -> list[Member]:
 def check_end(file: BinaryIO, listed: zipfile.ZipFile) -> None:
     """Raise ValueError where zipfile does not see that a zip is not whole.
 
-    Another zip may lie before it, anything behind its end, or a damaged entry of its
+    Another zip may lie before it, anything after its end, or a damaged entry of its
     list has swallowed the next one.
     """
     starts = [info.header_offset for info in listed.infolist()]

@@ -13,7 +13,7 @@
 #SBATCH --wait-all-nodes=1   # start when all are ready
 # EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type,
 # and --tmp=160G if some nodes' own disks are too small for ImageNet.
-# EDIT: the folder of ImageNet's archives, behind - or exported before sbatch. If it is empty,
+# EDIT: the folder of ImageNet's archives, after - or exported before sbatch. If it is empty,
 # use --synthetic or --data-dir.
 export IMAGENET_DIR=${IMAGENET_DIR-}
 # EDIT: how Python starts. The default is the Python that `uv sync` has installed. For conda or
@@ -37,7 +37,7 @@ main() {
     ask_slurm
     echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)," \
         "requeued $SLURM_RESTART_COUNT times"
-    # Where a Python is no environment's: packages in ~/.local are for another one.
+    # Ignore ~/.local, which a Python without an environment would use first.
     export PYTHONNOUSERSITE=1
     # The data goes to a folder of this job's own on the node's disk, removed at the end. After
     # scancel or the time limit, it may stay. A requeued job finds it again by this name.
@@ -58,10 +58,12 @@ main() {
     # This script runs on the first node. Rank 0 listens there, on a port of the job's own. It
     # is another one after each requeue, because the last one may still be taken.
     export MASTER_ADDR=$SLURMD_NODENAME$master_suffix
-    export MASTER_PORT=${MASTER_PORT:-$((10000 + (SLURM_JOB_ID + 97 * SLURM_RESTART_COUNT) % 20000))}
+    port=$((10000 + (SLURM_JOB_ID + 97 * SLURM_RESTART_COUNT) % 20000))
+    export MASTER_PORT=${MASTER_PORT:-$port}
     # If ranks cannot meet, export both as INFO to see more.
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
-    # PyTorch 2.15's new NCCL backend makes backward() wait for each all-reduce: 0 is the old.
+    # By its source, PyTorch 2.15's new NCCL backend makes backward() wait for each all-reduce.
+    # With 0, it takes the old one.
     export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0}
 
     # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
@@ -103,7 +105,7 @@ use_commit() {
 }
 
 # With `--array=1-8 job.sh @sweep.txt`, each task of the array takes its own line of sweep.txt.
-# Arguments behind @sweep.txt are for all tasks.
+# Arguments after @sweep.txt are for all tasks.
 choose_arguments() {
     arguments=("$@")
     if [[ ${1:-} == @* ]]; then

@@ -72,7 +72,7 @@ def main() -> None:
         model.compile()
     # backward() averages gradients over all ranks while it computes the remaining ones.
     ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # evaluate() does it. As an argument of DDP, this would print a warning.
+    # evaluate() copies the buffers. DDP's own argument for that prints a warning.
     ddp_model.broadcast_buffers = False
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # In float16, small gradients would become 0. The scaler multiplies the loss before

@@ -10,7 +10,7 @@
 #SBATCH --propagate=NONE     # without the limits (ulimit) of the login node's shell
 #SBATCH --wait-all-nodes=1   # start when all are ready
 # EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type.
-# EDIT: write the path of cifar-10-python.tar.gz behind :- or export it before sbatch. If it is
+# EDIT: write the path of cifar-10-python.tar.gz after :- or export it before sbatch. If it is
 # empty, main.py downloads the data.
 export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-}
 # EDIT: how Python starts. The default is the Python that `uv sync` has installed. For conda or
@@ -28,7 +28,7 @@ main() {
     check_job
     forget_other_jobs
     echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)"
-    # Where a Python is no environment's: packages in ~/.local are for another one.
+    # Ignore ~/.local, which a Python without an environment would use first.
     export PYTHONNOUSERSITE=1
     # The data goes to a folder of this job's own on the node's disk, removed at the end. After
     # scancel or the time limit, it may stay. $RANDOM makes its name unique: whatever else is
@@ -43,7 +43,8 @@ main() {
     export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
     # If ranks cannot meet, export both as INFO to see more.
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
-    # PyTorch 2.15's new NCCL backend makes backward() wait for each all-reduce: 0 is the old.
+    # By its source, PyTorch 2.15's new NCCL backend makes backward() wait for each all-reduce.
+    # With 0, it takes the old one.
     export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0}
 
     # Otherwise torchrun and its processes would get the CPUs of one task.

@@ -9,7 +9,7 @@
 #SBATCH --no-requeue         # do not start over if a node fails
 #SBATCH --propagate=NONE     # without the limits (ulimit) of the login node's shell
 # EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type.
-# EDIT: write the path of cifar-10-python.tar.gz behind :- or export it before sbatch. If it is
+# EDIT: write the path of cifar-10-python.tar.gz after :- or export it before sbatch. If it is
 # empty, main.py downloads the data.
 export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-}
 # EDIT: how Python starts. The default is the Python that `uv sync` has installed. For conda or
@@ -25,7 +25,7 @@ main() {
     check_job
     forget_other_jobs
     echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)"
-    # Where a Python is no environment's: packages in ~/.local are for another one.
+    # Ignore ~/.local, which a Python without an environment would use first.
     export PYTHONNOUSERSITE=1
     # The data goes to a folder of this job's own on the node's disk, removed at the end. After
     # scancel or the time limit, it may stay. $RANDOM makes its name unique: whatever else is
