@@ -194,7 +194,7 @@ def draw_checkpoints() -> str:
             "small center",
             728,
             folder_y + 63,
-            "rank 0 reads the newest: whole, and every CRC right?",
+            "rank 0 reads the newest: is every checksum right?",
         ),
         arrow("address", 610, folder_y + 78, folder_y + 112),
         text("small", 620, folder_y + 100, "no"),

@@ -186,9 +186,9 @@ def draw_hang() -> str:
     shapes += [
         text(
             "small center",
-            named - 44,
+            named - 80,
             60,
-            "watch threads notice that rank 2 is missing",
+            "a thread in each rank notices that rank 2 is missing",
         ),
         text("small", over - 40, 60, "--timeout: 120 s"),
         box("gpu", over + 14, 84, 104, 80),

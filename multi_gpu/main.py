@@ -1,7 +1,6 @@
 """Train a ResNet-18 on CIFAR-10 on one node, with one process per GPU."""
 
 import argparse
-import contextlib
 import functools
 import io
 import logging
@@ -414,13 +413,9 @@ def load_data(args: argparse.Namespace, device: torch.device):
 def read_cifar10(data_dir: str) -> list[Tensor]:
     """Return images and labels, to train on and to test, downloaded if need be."""
     socket.setdefaulttimeout(10)  # seconds: a firewall may drop packets in silence
-    is_new = not os.path.exists(data_dir)
     try:
         parts = [CIFAR10(data_dir, train=part, download=True) for part in (True, False)]
     except (OSError, RuntimeError) as error:
-        if is_new:
-            with contextlib.suppress(OSError):  # it is not empty
-                os.rmdir(data_dir)
         fail(
             f"no whole CIFAR-10 in {os.path.abspath(data_dir)} on "
             f"{socket.gethostname()}, and no download ({error}): put "
