@@ -242,7 +242,7 @@ def test_no_python_on_the_second_node(jobs, copy):
     assert result.state == "FAILED", result
     missing = r"^slurmstepd-node2: error: execve\(\): .*/python: No such file"
     assert result.find(missing) and result.find("^srun: error: node2: "), result
-    page = (path / "multi_node" / "README.rst").read_text()
+    page = (path / "README.rst").read_text()
     (line,) = re.findall("^    (export UV_PYTHON=.*)$", page, re.MULTILINE)
     script = f"{line}\nsrun uv run --no-sync python main.py --synthetic"
     result = call(
