@@ -81,7 +81,7 @@ class Checkpoints:
         if self._paths() and self.is_first_start:
             raise RunError(
                 f"an older job of this number has saved in {self.folder}: name another "
-                "--checkpoint-dir, or this one with its whole path, to go on from it"
+                "--checkpoint-dir, or this one with its whole path, to resume from it"
             )
         for path in self._paths():
             try:
@@ -202,7 +202,7 @@ def read(path: Path) -> dict:
 
 
 def check_recipe(path: Path, saved: dict, asked: dict) -> None:
-    """Refuse to go on with other settings than a run has begun with."""
+    """Refuse to resume with other settings than those a run began with."""
     changed = [
         f"{name} {saved.get(name)}, not {value}"
         for name, value in asked.items()

@@ -61,7 +61,7 @@ class Coordinator:
     def validation(self, batches: Iterable) -> Iterator:
         """Yield the batches of a validation. Raises StopRequested.
 
-        The epoch is saved before, and the next start goes on with its validation.
+        The epoch is saved before, and the next start begins with this validation.
         """
         for done, (images, labels) in enumerate(self.watch.batches(batches)):
             if done % 20 == 0:

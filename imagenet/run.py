@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 
 class RunError(Exception):
-    """Why a run cannot go on, in one line; raised on all ranks at once."""
+    """Why a run must end, in one line; raised on all ranks at once."""
 
 
 class StopRequested(Exception):
@@ -25,7 +25,7 @@ class StopRequested(Exception):
 
 @dataclass
 class Run:
-    """What a checkpoint holds: all that a run needs to go on as if never stopped."""
+    """What a checkpoint holds: all that a run needs to resume as if never stopped."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
