@@ -181,7 +181,7 @@ def start(script: Path, *folders: Path, **more: str) -> list[Result]:
     env |= {"SLURM_STEP_NUM_TASKS": str(len(folders))} | more
     ranks = [
         subprocess.Popen(
-            [sys.executable, script],
+            ["timeout", "120", sys.executable, script],
             cwd=folder,
             env=HOME | env | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stdout=subprocess.PIPE,
@@ -190,7 +190,7 @@ def start(script: Path, *folders: Path, **more: str) -> list[Result]:
         )
         for rank, folder in enumerate(folders)
     ]
-    return [Result(rank.communicate(timeout=120)[0], rank.returncode) for rank in ranks]
+    return [Result(rank.communicate()[0], rank.returncode) for rank in ranks]
 
 
 def changed(folder: Path, old: str, new: str, script: Path = RESUME) -> Path:
