@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from first_aid import user_of
 from slurm_jobs import REPOSITORY, Jobs, Result, listing, stop
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
 PAGE = (REPOSITORY / "docs" / "your_training.rst").read_text()
@@ -304,6 +305,60 @@ def test_more(tmp_path):
         line = rf"{ranks} x cpu, \d+ samples/s, valid accuracy (.*)% of 1000$"
         found = ended[0].find(line)
         assert len(found) == 5 and float(found[4]) > 95, ended[0]
+
+
+def test_random_numbers_in_workers():
+    """They differ between epochs and samples, and are the same after a resume."""
+    shown = listing("your_training.rst", "class Sampler(")
+    names = {"DistributedSampler": DistributedSampler, "torch": torch}
+    exec(textwrap.dedent(shown), names)
+    get = listing("your_training.rst", "def __getitem__(self, key)")
+    exec(f"class Noise(list):\n{get}        return index, torch.rand(()).item()", names)
+
+    def draw(rank: int, first: int) -> list[dict[int, float]]:
+        """Return what each epoch's samples get, in a run that begins so."""
+        data = names["Noise"](range(8))
+        torch.manual_seed(rank)
+        loader = DataLoader(
+            data,
+            sampler=names["Sampler"](data, 2, rank),
+            num_workers=2,
+            multiprocessing_context="fork",
+            persistent_workers=True,
+        )
+        iter(loader)
+        epochs = []
+        for epoch in range(first, 3):
+            loader.sampler.set_epoch(epoch)
+            epochs.append({int(index): float(noise) for index, noise in loader})
+        return epochs
+
+    whole = [epoch | other for epoch, other in zip(draw(0, 0), draw(1, 0), strict=True)]
+    drawn = [number for epoch in whole for number in epoch.values()]
+    assert len(drawn) == len(set(drawn)) == 24
+    for share, epoch in zip(draw(0, 1), whole[1:], strict=True):
+        assert share.items() < epoch.items()
+
+
+def test_unused_weights(tmp_path):
+    """DDP says so in the words of the page, whose two ways out help."""
+    script = changed(tmp_path, "16384, 2", "256, 2", SCRIPTS / "main.py")
+    wrap = "model = nn.parallel.DistributedDataParallel(model"
+    unused = f"model.unused = nn.Parameter(torch.zeros(1))\n{wrap}"
+    script = changed(tmp_path, wrap, unused, script)
+    assert PAGE.count("Expected to have finished reduction in the prior iteration") == 1
+    (failed,) = start(script, tmp_path)
+    assert failed.exit_code == 1, failed
+    assert "Expected to have finished reduction in the prior iter" in failed.output
+    (flag,) = re.findall(r"DistributedDataParallel\(model(, find_.*?)\)", PAGE)
+    loss = "F.cross_entropy(model(inputs), targets)"
+    for old, new in (
+        (wrap, wrap + flag),
+        (loss, f"{loss} + 0 * model.module.unused.sum()"),
+    ):
+        (folder := tmp_path / "helped").mkdir(exist_ok=True)
+        (ended,) = start(changed(folder, old, new, script), folder)
+        assert ended.exit_code == 0, ended
 
 
 def test_what_the_rate_does():
