@@ -117,6 +117,8 @@ def list_shard(path: Path, others: list[str]) -> list[tuple[int, int, int]]:
                 if not member.isreg() or member.issparse():
                     raise ValueError(f"{path}: {member.name} is a link, or sparse")
                 label = tar.extractfile(members[f"{stem}.cls"]).read()
+                if not label.strip().isdigit():
+                    raise ValueError(f"{path}: there is no number in {stem}.cls")
                 rows.append((member.offset_data, member.size, int(label)))
             elif suffix != ".cls":
                 others.append(os.path.normpath(member.name))

@@ -191,7 +191,7 @@ def test_folders_as_people_have_them(tmp_path, caplog):
     assert (len(train), len(val), len(test)) == (26, 3, 3)
     assert len({*train, *val, *test}) == 32
     assert parts(seed=0) == [train, val, test] != parts(seed=1)
-    assert f"train: 26 images of {top}, drawn by --seed" in caplog.messages
+    assert f"train: 26 images of 3 classes in {top}, drawn by --seed" in caplog.messages
     (message,) = {text for text in caplog.messages if "left out: " in text}
     where, left_out = message.split(": left out: ")
     assert where == top.name
@@ -290,6 +290,12 @@ def test_what_cannot_be_used(tmp_path, monkeypatch):
     def rename(old: str, new: str):
         return lambda data: (data / old).rename(data / new)
 
+    def capitals(data: Path) -> None:
+        for split in COUNTS:
+            (data / split).rename(data / split.title())
+
+    # Or they would be three classes.
+    assert "/train'" in error("data.py", "images", capitals)
     unknown = error("data.py", "images", rename("val/c", "val/d"))
     assert "class d is in val, but not in train" in unknown
 
@@ -311,6 +317,8 @@ def test_what_cannot_be_used(tmp_path, monkeypatch):
     png = next((tmp_path / "images").glob("*/*/*.png")).read_bytes()
     found = error("data_tar.py", "shards", write({"x.png": png, "x.cls": b"3"}))
     assert "classes in test, but not in train: {3}" in found
+    named = {"x.png": png, "x.cls": b"cat"}
+    assert "no number in x.cls" in error("data_tar.py", "shards", write(named))
     assert "has no x.cls" in error("data_tar.py", "shards", write({"x.png": png}))
     assert "no image" in error(
         "data_tar.py", "shards", write({"x.gif": b"", "x.cls": b""})
