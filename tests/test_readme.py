@@ -47,9 +47,9 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
         # What is shared with multi_node's changes there, too.
         ("multi_node/main.py", "docs/your_data/main.py", 8, 140),
         ("docs/your_training/before.py", "docs/your_training/main.py", 42, 8),
-        ("docs/your_training/main.py", "docs/your_training/resume/main.py", 33, 3),
-        ("docs/your_training/main.py", "docs/your_training/more/main.py", 61, 15),
-        ("docs/your_training/resume/main.py", "docs/sharded/main.py", 38, 25),
+        ("docs/your_training/main.py", "docs/your_training/resume/main.py", 32, 3),
+        ("docs/your_training/main.py", "docs/your_training/more/main.py", 62, 15),
+        ("docs/your_training/resume/main.py", "docs/sharded/main.py", 43, 25),
         ("docs/sharded/main.py", "docs/sharded/hsdp/main.py", 6, 2),
         ("docs/sharded/main.py", "docs/sharded/bf16/main.py", 14, 5),
     ],

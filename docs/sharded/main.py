@@ -80,10 +80,10 @@ start = [max(whole, default=0)]
 dist.broadcast_object_list(start)  # rank 0 decides for all
 first = start[0]
 if first > 0:
+    if rank == 0:
+        print(f"checkpoints/{first} is the newest. To start over, remove checkpoints")
     get_optimizer_state_dict(model, optimizer)  # makes what load fills
     dcp.load(run, checkpoint_id=f"checkpoints/{first}")
-if rank == 0 and first >= epochs:
-    print("Nothing to do: to start over, remove checkpoints", flush=True)
 for epoch in range(first, epochs):
     loader.sampler.set_epoch(epoch)
     torch.manual_seed(world_size * (epoch + 1) + rank)  # of dropout and random crops
@@ -107,6 +107,10 @@ for epoch in range(first, epochs):
             f"{world_size} x {device.type}",
             flush=True,
         )
-    dcp.save(run, checkpoint_id=f"checkpoints/{epoch + 1}")
+    try:
+        dcp.save(run, checkpoint_id=f"checkpoints/{epoch + 1}")
+    except dcp.CheckpointException as failure:  # the same on all ranks
+        error, _ = next(iter(failure.failures.values()))
+        raise SystemExit(f"main.py: error: checkpoints/{epoch + 1}: {error}") from None
 dist.barrier()  # or gloo, on CPUs, may abort when Python ends
 dist.destroy_process_group()

@@ -39,14 +39,15 @@ class Images(Dataset):
 
     def __init__(self, data_dir: str, split: str, seed: int):
         root = find_root(Path(data_dir))
-        if any((root / name).is_dir() for name in SPLITS):
+        classes = list_folders(root)
+        if any(name.lower() in SPLITS for name in classes):
             classes = list_folders(root / "train")
             files = list_images(root / split, classes)
         else:
-            classes = list_folders(root)
             files = list_images(root, classes)
             files = [files[i] for i in part_of(split, len(files), seed)]
-            logging.info(f"{split}: {len(files)} images of {root}, drawn by --seed")
+            found = f"{len(files)} images of {len(classes)} classes"
+            logging.info(f"{split}: {found} in {root}, drawn by --seed")
         # Workers share arrays. Each would end up with a copy of a list.
         self.paths = np.array([path for path, _ in files])
         self.labels = np.array([label for _, label in files])

@@ -100,10 +100,10 @@ def list_shard(path: Path, others: list[str]) -> list[tuple[int, int, int]]:
             tar = tarfile.open(fileobj=file, mode="r:")
             members = {member.name: member for member in tar}
             files = [member for member in tar.getmembers() if not member.isdir()]
-            # tarfile takes a damaged header for the end, and ignores what is behind it.
+            # tarfile takes a damaged header for the end, and ignores what comes after it.
             file.seek(tar.offset)
             if file.read(1024) != bytes(1024) or file.read().strip(b"\0"):
-                raise tarfile.ReadError("it has no end, or something behind it")
+                raise tarfile.ReadError("it has no end, or something after it")
         except tarfile.TarError as error:
             raise ValueError(f"{path} is cut or damaged: {error}") from error
         if len(members) < len(tar.getmembers()):
@@ -117,6 +117,8 @@ def list_shard(path: Path, others: list[str]) -> list[tuple[int, int, int]]:
                 if not member.isreg() or member.issparse():
                     raise ValueError(f"{path}: {member.name} is a link, or sparse")
                 label = tar.extractfile(members[f"{stem}.cls"]).read()
+                if not label.strip().isdigit():
+                    raise ValueError(f"{path}: there is no number in {stem}.cls")
                 rows.append((member.offset_data, member.size, int(label)))
             elif suffix != ".cls":
                 others.append(os.path.normpath(member.name))

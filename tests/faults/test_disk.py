@@ -195,7 +195,7 @@ def test_number_of_an_older_job(user, tmp_path):
     assert_failed(result)
     assert errors(result) == [
         f"main.py: error: an older job of this number has saved in {older}: name "
-        "another --checkpoint-dir, or this one with its whole path, to go on from it"
+        "another --checkpoint-dir, or this one with its whole path, to resume from it"
     ], result
     assert {path.name: path.read_bytes() for path in older.glob("*.pt")} == before
     # What is named is meant.

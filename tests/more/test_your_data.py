@@ -191,7 +191,7 @@ def test_folders_as_people_have_them(tmp_path, caplog):
     assert (len(train), len(val), len(test)) == (26, 3, 3)
     assert len({*train, *val, *test}) == 32
     assert parts(seed=0) == [train, val, test] != parts(seed=1)
-    assert f"train: 26 images of {top}, drawn by --seed" in caplog.messages
+    assert f"train: 26 images of 3 classes in {top}, drawn by --seed" in caplog.messages
     (message,) = {text for text in caplog.messages if "left out: " in text}
     where, left_out = message.split(": left out: ")
     assert where == top.name
@@ -290,6 +290,12 @@ def test_what_cannot_be_used(tmp_path, monkeypatch):
     def rename(old: str, new: str):
         return lambda data: (data / old).rename(data / new)
 
+    def capitals(data: Path) -> None:
+        for split in COUNTS:
+            (data / split).rename(data / split.title())
+
+    # Or they would be three classes.
+    assert "/train'" in error("data.py", "images", capitals)
     unknown = error("data.py", "images", rename("val/c", "val/d"))
     assert "class d is in val, but not in train" in unknown
 
@@ -311,6 +317,8 @@ def test_what_cannot_be_used(tmp_path, monkeypatch):
     png = next((tmp_path / "images").glob("*/*/*.png")).read_bytes()
     found = error("data_tar.py", "shards", write({"x.png": png, "x.cls": b"3"}))
     assert "classes in test, but not in train: {3}" in found
+    named = {"x.png": png, "x.cls": b"cat"}
+    assert "no number in x.cls" in error("data_tar.py", "shards", write(named))
     assert "has no x.cls" in error("data_tar.py", "shards", write({"x.png": png}))
     assert "no image" in error(
         "data_tar.py", "shards", write({"x.gif": b"", "x.cls": b""})
@@ -349,6 +357,94 @@ def test_nothing_to_test_with(tmp_path):
     assert result.exit_code == 1, result
     assert result.output.splitlines()[1].startswith("data.py: error: "), result
     assert len(result.output.splitlines()) == 2, result
+
+
+@pytest.mark.parametrize("kind", ["numbers", "masks"])
+def test_regression_and_masks(tmp_path, kind):
+    """With what the page changes, the test loss is the mean over the samples."""
+    shape, model, label = {
+        "numbers": ("(30, 8)", "nn.Linear(8, 1)", "float(x.sum())"),
+        "masks": ("(30, 3, 6, 6)", "nn.Conv2d(3, 2, 1)", "(x[0] > x[1]).long()"),
+    }[kind]
+    samples = f"""class Texts(Dataset):
+    def __init__(self, data_dir, split):
+        draw = torch.Generator().manual_seed(len(split))
+        self.rows = torch.rand({shape}, generator=draw)
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, key):
+        x = self.rows[key[1]]
+        return x, {label}
+
+
+"""
+    data = (REPOSITORY / FOLDER / "data_text.py").read_text()
+    data = data.replace("from datasets import load_from_disk\n", "")
+    data = re.sub(r"class Texts.*?(?=class Split)", samples, data, flags=re.DOTALL)
+    data = re.sub(r"    @property\n.*?\n\n", "", data, flags=re.DOTALL)
+    data = re.sub(r"def check_sets.*?(?=def training)", "", data, flags=re.DOTALL)
+    data = data.replace("        check_sets(*sets)\n", "")
+    data = re.sub(
+        r"def build_model.*", f"build_model = lambda: {model}\n", data, flags=re.S
+    )
+    (tmp_path / "data.py").write_text(data)
+    main = (REPOSITORY / FOLDER / "main.py").read_text()
+    main = main.replace("build_model(train_set.classes)", "build_model()")
+    (loss,) = re.findall(r"``(F\.mse_loss\(.*\))``,$", PAGE, re.MULTILINE)
+    summed = 'F.cross_entropy(logits, labels, reduction="sum")'
+    correct = "(logits.argmax(1) == labels).sum()"
+    assert main.count(summed) == 1 and main.count(correct) == 2
+    if kind == "numbers":
+        main = main.replace(summed, loss[:-1] + ', reduction="sum")')
+        main = main.replace("F.cross_entropy(logits, labels)", loss)
+        main = main.replace(f"        metrics[1] += {correct}\n", "")
+    else:
+        (pixels,) = re.findall(r"divided by ``(.*)``\.$", PAGE, re.MULTILINE)
+        for sums in (summed, correct):
+            main = main.replace(sums, f"{sums} / {pixels}")
+    (tmp_path / "main.py").write_text(main)
+    outside = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    command = [sys.executable, "main.py", "--epochs=3", "--batch-size=5"]
+    result = call(command, cwd=tmp_path, env=outside, timeout=200)
+    (loss, accuracy), *_ = result.find(r"^Test loss (\S+) accuracy (\S+)%$")
+    names = {}
+    exec(data, names)
+    rows = names["Texts"]("", "test")
+    inputs = torch.stack([rows[0, i][0] for i in range(30)])
+    labels = torch.stack([torch.as_tensor(rows[0, i][1]) for i in range(30)])
+    model = names["build_model"]()
+    (weights,) = tmp_path.glob("model-*.pt")
+    model.load_state_dict(torch.load(weights, weights_only=True))
+    with torch.no_grad():
+        answers = model(inputs)
+    if kind == "numbers":
+        right, hits = (answers.squeeze(1) - labels).square().mean(), 0
+    else:
+        right = torch.nn.functional.cross_entropy(answers, labels)
+        hits = 100 * (answers.argmax(1) == labels).double().mean()
+    assert abs(float(loss) - right) < 0.001, (result, right)
+    assert abs(float(accuracy) - hits) < 0.01, (result, hits)
+
+
+def test_masks_are_cropped_with_their_images():
+    """The call on the page does both."""
+    names = {"augment": load("data.py").augment}
+    (code,) = re.findall(r"``(image, mask = augment\(.*?\))``", PAGE, re.DOTALL)
+    (needs,) = re.findall(r"``(from torchvision import tv_tensors)``", PAGE)
+    # Four squares of one colour each.
+    squares = (
+        torch.arange(4).view(2, 2).repeat_interleave(64, 0).repeat_interleave(64, 1)
+    )
+    names |= {
+        "image": squares.mul(80).to(torch.uint8).expand(3, -1, -1),
+        "mask": squares,
+    }
+    exec(f"{needs}\n{code.replace(chr(10), ' ')}", names)
+    assert names["mask"].shape == (32, 32)
+    near = (names["image"][0] / 80).round() == names["mask"]
+    assert near.double().mean() > 0.9
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,13 @@ from first_aid import user_of
 from slurm_jobs import REPOSITORY, Jobs, Result, listing, stop
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
 PAGE = (REPOSITORY / "docs" / "your_training.rst").read_text()
 SCRIPTS = REPOSITORY / "docs" / "your_training"
 RESUME = SCRIPTS / "resume" / "main.py"
+SHARDED = REPOSITORY / "docs" / "sharded" / "main.py"
 HOME = user_of(SimpleNamespace(env={}))  # the variables of a shell without Slurm
 
 
@@ -168,19 +170,19 @@ def test_chain(jobs, several, together):
         parts.append(losses(result.output, 4))
     assert parts[0] and 4 not in parts[0] and 0 not in parts[1] and not parts[2], parts
     assert parts[0] | parts[1] == losses(together[1].output, 4), parts
-    assert result.find("^Nothing to do: "), result
+    assert result.find("^checkpoint.pt is of epoch 4. To start over, "), result
 
 
-def start(script: Path, *folders: Path) -> list[Result]:
+def start(script: Path, *folders: Path, **more: str) -> list[Result]:
     """Train without Slurm, one rank in each folder; return how each has ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    env |= {"SLURM_STEP_NUM_TASKS": str(len(folders))}
+    env |= {"SLURM_STEP_NUM_TASKS": str(len(folders))} | more
     ranks = [
         subprocess.Popen(
-            [sys.executable, script],
+            ["timeout", "120", sys.executable, script],
             cwd=folder,
             env=HOME | env | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stdout=subprocess.PIPE,
@@ -189,13 +191,14 @@ def start(script: Path, *folders: Path) -> list[Result]:
         )
         for rank, folder in enumerate(folders)
     ]
-    return [Result(rank.communicate(timeout=120)[0], rank.returncode) for rank in ranks]
+    return [Result(rank.communicate()[0], rank.returncode) for rank in ranks]
 
 
-def changed(folder: Path, old: str, new: str) -> Path:
-    """Return a copy of the script that resumes, with another text in one place."""
-    text = RESUME.read_text()
+def changed(folder: Path, old: str, new: str, script: Path = RESUME) -> Path:
+    """Return a copy of a script, with another text in one place."""
+    text = script.read_text()
     assert text.count(old) == 1
+    folder.mkdir(exist_ok=True)
     (folder / "changed.py").write_text(text.replace(old, new))
     return folder / "changed.py"
 
@@ -242,54 +245,120 @@ def test_random_numbers_and_a_schedule_after_a_resume(tmp_path):
     assert parts == whole and len(whole) == 5
 
 
-def test_a_good_checkpoint_stays(tmp_path):
-    """Of NaN, a full disk and a second job, one line tells; nothing else is left."""
+@pytest.mark.parametrize("script", [RESUME, SHARDED], ids=["resume", "sharded"])
+def test_a_good_checkpoint_stays(tmp_path, script):
+    """Of NaN, a full disk and a second job, one line tells; no bad file is taken."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    assert (
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=16k", "none", disk]
-        ).returncode
-        == 0
-    )
-    short = changed(tmp_path, "epochs = 5", "epochs = 1")
-    assert start(short, disk)[0].exit_code == 0
-    good = (disk / "checkpoint.pt").read_bytes()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk]
+    subprocess.run(mount, check=True)
+    small = changed(tmp_path, "16384, 2", "2048, 2", script)
+    short = changed(tmp_path / "short", "epochs = 5", "epochs = 1", small)
+    assert start(short, disk, disk)[0].exit_code == 0
 
-    def error(script: Path) -> str:
-        for result in (ended := start(script, disk, disk)):
+    def files() -> dict[Path, bytes]:
+        return {p: p.read_bytes() for p in disk.rglob("*") if p.is_file()}
+
+    good = files()
+
+    def error(script: Path, *folders: Path) -> str:
+        for result in (ended := start(script, *folders)):
             assert result.exit_code == 1 and "Traceback" not in result.output, ended
-        assert sorted(path.name for path in disk.iterdir()) == files
-        assert (disk / "checkpoint.pt").read_bytes() == good
-        return ended[0].output
+        assert len({result.output.splitlines()[-1] for result in ended}) == 1, ended
+        return ended[0].output.splitlines()[-1]
 
-    files = ["checkpoint.lock", "checkpoint.pt"]
-    unstable = changed(tmp_path, "lr=0.05 * world_size", "lr=1e30")
-    assert error(unstable) == "main.py: error: NaN in the weights after epoch 1\n"
-    (disk / "full").write_bytes(bytes(1 << 12))
-    files.append("full")
-    *_, last = error(RESUME).splitlines()
-    wanted = "main.py: error: checkpoint.pt: [Errno 28] No space left on device"
-    assert last == wanted
+    nan = "(loss * float('nan')).backward()"
+    unstable = changed(tmp_path / "unstable", "loss.backward()", nan, small)
+    # As if the others did not see the file yet.
+    text = unstable.read_text().replace("whole = [", "whole = [] if rank else [")
+    unstable.write_text(text)
+    wanted = "main.py: error: NaN in the weights after epoch 1"
+    assert error(unstable, disk, disk) == wanted
+    assert files() == good
     with open(disk / "checkpoint.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (ended,) = start(RESUME, disk)
-    assert ended.exit_code == 1, ended
-    assert ended.output == "main.py: error: another job trains in this folder\n"
+        wanted = "main.py: error: another job trains in this folder"
+        assert error(small, disk) == wanted
+    (disk / "full").write_bytes(bytes(shutil.disk_usage(disk).free - (1 << 12)))
+    name = {RESUME: "checkpoint.pt", SHARDED: "checkpoints/2"}[script]
+    wanted = f"main.py: error: {name}: [Errno 28] No space left on device"
+    assert error(small, disk, disk) == wanted
+    # Of a sharded checkpoint, parts stay, which nothing reads without .metadata.
+    left = {path for path in files() if path.suffix != ".distcp"} | good.keys()
+    assert left == good.keys() | {disk / "full"} and good.items() <= files().items()
 
 
 def test_more(tmp_path):
-    """With all that the page adds: every sample is validated once, and it learns."""
+    """With all that the page adds: every sample is validated once, and it learns.
+
+    A worker's socket would have too long a path in TMPDIR. The training would wait.
+    """
+    long = tmp_path / ("a site's own folder " * 5)
+    long.mkdir()
     script = SCRIPTS / "more" / "main.py"
     half = tmp_path / "float16.py"
     half.write_text(script.read_text().replace("torch.bfloat16", "torch.float16"))
     for file, ranks in ((script, 3), (half, 1)):
-        ended = start(file, *[tmp_path] * ranks)
+        ended = start(file, *[tmp_path] * ranks, TMPDIR=str(long))
         for result in ended:
             assert result.exit_code == 0, result
         line = rf"{ranks} x cpu, \d+ samples/s, valid accuracy (.*)% of 1000$"
         found = ended[0].find(line)
         assert len(found) == 5 and float(found[4]) > 95, ended[0]
+
+
+def test_random_numbers_in_workers():
+    """They differ between epochs and samples, and are the same after a resume."""
+    shown = listing("your_training.rst", "class Sampler(")
+    names = {"DistributedSampler": DistributedSampler, "torch": torch}
+    exec(textwrap.dedent(shown), names)
+    get = listing("your_training.rst", "def __getitem__(self, key)")
+    exec(f"class Noise(list):\n{get}        return index, torch.rand(()).item()", names)
+
+    def draw(rank: int, first: int) -> list[dict[int, float]]:
+        """Return what each epoch's samples get, in a run that begins so."""
+        data = names["Noise"](range(8))
+        torch.manual_seed(rank)
+        loader = DataLoader(
+            data,
+            sampler=names["Sampler"](data, 2, rank),
+            num_workers=2,
+            multiprocessing_context="fork",
+            persistent_workers=True,
+        )
+        iter(loader)
+        epochs = []
+        for epoch in range(first, 3):
+            loader.sampler.set_epoch(epoch)
+            epochs.append({int(index): float(noise) for index, noise in loader})
+        return epochs
+
+    whole = [epoch | other for epoch, other in zip(draw(0, 0), draw(1, 0), strict=True)]
+    drawn = [number for epoch in whole for number in epoch.values()]
+    assert len(drawn) == len(set(drawn)) == 24
+    for share, epoch in zip(draw(0, 1), whole[1:], strict=True):
+        assert share.items() < epoch.items()
+
+
+def test_unused_weights(tmp_path):
+    """DDP says so in the words of the page, whose two ways out help."""
+    script = changed(tmp_path, "16384, 2", "256, 2", SCRIPTS / "main.py")
+    wrap = "model = nn.parallel.DistributedDataParallel(model"
+    unused = f"model.unused = nn.Parameter(torch.zeros(1))\n{wrap}"
+    script = changed(tmp_path, wrap, unused, script)
+    assert PAGE.count("Expected to have finished reduction in the prior iteration") == 1
+    (failed,) = start(script, tmp_path)
+    assert failed.exit_code == 1, failed
+    assert "Expected to have finished reduction in the prior iter" in failed.output
+    (flag,) = re.findall(r"DistributedDataParallel\(model(, find_.*?)\)", PAGE)
+    loss = "F.cross_entropy(model(inputs), targets)"
+    for old, new in (
+        (wrap, wrap + flag),
+        (loss, f"{loss} + 0 * model.module.unused.sum()"),
+    ):
+        (folder := tmp_path / "helped").mkdir(exist_ok=True)
+        (ended,) = start(changed(folder, old, new, script), folder)
+        assert ended.exit_code == 0, ended
 
 
 def test_what_the_rate_does():

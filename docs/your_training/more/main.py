@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import tempfile
 import time
 
 import torch
@@ -38,6 +39,8 @@ loader = DataLoader(
     persistent_workers=True,
     pin_memory=device.type == "cuda",
 )
+if len(tempfile.gettempdir()) > 74:
+    tempfile.tempdir = "/tmp"  # or the paths of the workers' sockets would be too long
 iter(loader)  # starts the workers, before NCCL is up
 
 points = torch.rand(1000, 2)  # your validation data

@@ -52,13 +52,12 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * world_size, momentum=0
 start = [{"epoch": -1}]
 if rank == 0 and os.path.exists("checkpoint.pt"):
     start = [torch.load("checkpoint.pt", map_location="cpu", weights_only=True)]
+    print(f"checkpoint.pt is of epoch {start[0]['epoch']}. To start over, remove it")
 dist.broadcast_object_list(start)  # rank 0 decides for all
 first = start[0]["epoch"] + 1
 if first > 0:
     model.module.load_state_dict(start[0]["model"])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": start[0]["momentum"]})
-if rank == 0 and first >= epochs:
-    print("Nothing to do: to start over, remove checkpoint.pt", flush=True)
 for epoch in range(first, epochs):
     loader.sampler.set_epoch(epoch)
     torch.manual_seed(world_size * (epoch + 1) + rank)  # of dropout and random crops
