@@ -100,7 +100,7 @@ def list_shard(path: Path, others: list[str]) -> list[tuple[int, int, int]]:
             tar = tarfile.open(fileobj=file, mode="r:")
             members = {member.name: member for member in tar}
             files = [member for member in tar.getmembers() if not member.isdir()]
-            # tarfile takes a damaged header for the end, and ignores what comes after it.
+            # tarfile takes a damaged header for the end, and ignores what follows it.
             file.seek(tar.offset)
             if file.read(1024) != bytes(1024) or file.read().strip(b"\0"):
                 raise tarfile.ReadError("it has no end, or something after it")

@@ -328,7 +328,7 @@ def test_what_cannot_be_used(tmp_path, monkeypatch):
         with (data / "val" / "0.tar").open("ab") as shard:
             shard.write((data / "val" / "1.tar").read_bytes())
 
-    assert "something behind it" in error("data_tar.py", "shards", join)
+    assert "something after it" in error("data_tar.py", "shards", join)
 
     def repeat(data: Path) -> None:
         with tarfile.open(data / "val" / "0.tar", "a") as shard:
