@@ -52,7 +52,7 @@ class Checkpoints:
         return read(path)
 
     def save(self, run: Run) -> None:
-        """Write a checkpoint, unless there is one of this step. Raises RunError."""
+        """Write a checkpoint. Raises RunError."""
         path = self.folder / f"epoch-{run.epoch:03}-step-{run.step:06}.pt"
         do_on_rank_0(f"cannot write {path}", self._save, run.state_dict(), path)
         self.saved_at = time.monotonic()
@@ -103,8 +103,6 @@ class Checkpoints:
         return None
 
     def _save(self, state: dict, path: Path) -> None:
-        if path.exists():  # an earlier start wrote it: this one made no progress
-            return
         write(state, path)
         try:
             if "GOT_FURTHER" in environ:  # for job.sh

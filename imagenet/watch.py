@@ -215,6 +215,10 @@ class HangWatch:
             if not any_closing:
                 return
         except RuntimeError as error:
+            if self.may_be_slow:
+                # It may wait for a rank that is gone. So it gets no more time than a
+                # step does, from now on.
+                self.tick(self.doing)
             if found := re.search(r"Ranks ([\d, ]+) failed", str(error)):
                 missing = [int(rank) for rank in found[1].split(",")]
             elif "Timed out" in str(error):
@@ -224,8 +228,6 @@ class HangWatch:
             # On the other ranks, another error says no more than rank 0 does.
         self.group = None  # an error has broken it
         for rank in missing:
-            # Whatever this rank is doing, it waits for that one, and is to end, too.
-            self.may_be_slow = False
             logging.error(
                 f"error: rank {rank} on {self.hosts[rank]} does not answer: "
                 "it is stopped or has ended, or its node or the network is down"
