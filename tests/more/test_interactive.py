@@ -76,8 +76,10 @@ def test_where_it_is(user, jobs, archive):
     assert user.run(download.split()).exit_code == 0
     result = user.run(["bash", "-c", dump.replace("=7", f"={job}")], "multi_node")
     assert result.exit_code == 0, result
-    assert len(result.find(r'^Thread .*: "MainThread"')) == 2, result
-    assert len(result.find(r"^    main \(.*main\.py:\d+\)")) == 2, result
+    # Each line begins with the number of the node, which has one rank here.
+    assert result.find(r"^(\d): SLURM_PROCID=\1$") in (["0", "1"], ["1", "0"]), result
+    assert len(result.find(r'^\d: Thread .*: "MainThread"')) == 2, result
+    assert len(result.find(r"^\d:     main \(.*main\.py:\d+\)")) == 2, result
     (command,) = re.findall(r"^    (srun --jobid=7 .* pkill .*)$", PAGE, re.MULTILINE)
     ranks = [user.pid(node, "main.py") for node in ("node1", "node2")]
     # Slurm ends the other one when the first has gone: both are to be told before.
