@@ -119,7 +119,11 @@ for epoch in range(first, epochs):
     try:
         dcp.save(run, checkpoint_id=f"checkpoints/{epoch + 1}")
     except dcp.CheckpointException as failure:  # the same on all ranks
+        # On a full disk, PyTorch may say "unexpected pos" in place of "No space left".
         error, _ = next(iter(failure.failures.values()))
-        raise SystemExit(f"main.py: error: checkpoints/{epoch + 1}: {error}") from None
+        path = f"checkpoints/{epoch + 1}"
+        raise SystemExit(
+            f"main.py: error: cannot write {path}, is the disk full? {error}"
+        ) from None
 dist.barrier()  # or gloo, on CPUs, may abort when Python ends
 dist.destroy_process_group()
