@@ -31,6 +31,15 @@ class StagingError(Exception):
     """What a user can put right; its text says how."""
 
 
+@contextlib.contextmanager
+def naming(image: str):
+    """Name this image if what is done with it fails."""
+    try:
+        yield
+    except Exception as error:  # of several libraries
+        raise StagingError(f"cannot decode image {image} on {HOST}: {error}") from None
+
+
 class Source(NamedTuple):
     """A data set's archives. Without `devkit`, one archive has both splits."""
 
@@ -62,6 +71,13 @@ class Devkit(NamedTuple):
 
     train_images: int
     val_classes: list[str]  # of each image, in the order of their names
+
+
+def job_folder() -> str:
+    """Return the folder that job.sh has made on the node's disk for this job, or ""."""
+    folder = os.environ.get("LOCAL_JOB_DIR", "")
+    # What another job has left in the shell that submitted this one does not count.
+    return folder if f"/slurm-job-{os.environ.get('SLURM_JOB_ID')}-" in folder else ""
 
 
 def find_source(path: Path) -> Source:
@@ -150,7 +166,7 @@ def list_tar(file: BinaryIO, archive: str, start: int, end: int) -> list[Member]
     file.seek(start)
     try:
         tar = tarfile.open(fileobj=file, mode="r:")
-        while info := tar.next():
+        for info in tar:
             name = check_name(info.name, archive)
             if info.isdir():
                 members.append(Member(f"{name}/"))
@@ -201,8 +217,7 @@ def list_zip(file: BinaryIO, archive: str) -> list[Member]:
                     )
                 with listed.open(info):  # compares two headers, and reads one
                     offset = file.tell()
-                folder = "/" * name.endswith("/")
-                name = check_name(name, archive) + folder
+                name = check_name(name, archive)
                 packed = info.compress_size if method else 0
                 members.append(Member(name, offset, info.file_size, packed, info.CRC))
             check_end(file, listed)
@@ -247,6 +262,7 @@ def find_images(
     if not any(is_image(name) for name in new_names):
         new_names = hold_out(names, where)
     images = select(members, new_names, where)
+    # Tiny ImageNet's val/images/ is no class.
     folders = {
         new.split("/")[1]
         for new in new_names.values()
@@ -282,7 +298,7 @@ def hold_out(names: list[str], where: str) -> dict[str, str]:
                 f"{where} has no images in train/CLASS/ and val/CLASS/, and "
                 f"{'/'.join(image)} is not in a class folder beside the others"
             )
-    say(f"{where} has no train and val folders: one image in ten is held out")
+    logging.info(f"{where} has no train and val folders: one image in ten is held out")
     seen = collections.Counter()
     new_names = {}
     for *folders, class_name, name in places:
@@ -329,7 +345,7 @@ def select(
             images.append(member._replace(name=new_names[name]))
     if left_out:
         counts = [f"{count} {kind}" for kind, count in left_out.items()]
-        say(f"{where}: left out: {', '.join(counts)}")
+        logging.info(f"{where}: left out: {', '.join(counts)}")
     return images
 
 
@@ -371,7 +387,7 @@ def check_name(name: str, archive: str) -> str:
         raise StagingError(
             f"{archive}: a member's name, {name!r}, leads elsewhere or is not printable"
         )
-    return os.path.normpath(name)
+    return os.path.normpath(name) + "/" * name.endswith("/")
 
 
 def check_imagenet(images: list[Member], devkit: Devkit) -> None:
@@ -443,9 +459,4 @@ def is_image(name: str) -> bool:
 
 def is_hidden(name: str) -> bool:
     """Is it hidden, or what macOS adds to a zip?"""
-    return "/." in f"/{name}" or f"/{name}".startswith("/__MACOSX/")
-
-
-def say(line: str) -> None:
-    """Print it, in main.py only on rank 0."""
-    logging.info(line)
+    return "/." in f"/{name}" or name.startswith("__MACOSX/")

@@ -44,12 +44,25 @@ class Checkpoints:
         """
         if any(other != recipe for other in gather(recipe)):
             raise RunError("not every node has the same data: stage it again")
-        path = do_on_rank_0(f"cannot use {self.folder}", self._find, recipe)
+        path = do_on_rank_0(f"cannot use {self.folder}", self._find)
         if path is None:
             return None
         if not all(gather(path.exists())):
             raise RunError(f"not every node has {path}: move it to a shared disk")
-        return read(path)
+        state = read(path)
+        saved = state["recipe"]
+        changed = [
+            f"{name} {saved.get(name)}, not {value}"
+            for name, value in recipe.items()
+            if saved.get(name) != value
+        ]
+        if changed:
+            raise RunError(
+                f"{path} is of another run, with {'; '.join(changed)}: "
+                "go on as it began, or choose another --checkpoint-dir"
+            )
+        logging.info(f"Resuming from {path}")
+        return state
 
     def save(self, run: Run) -> None:
         """Write a checkpoint. Raises RunError."""
@@ -73,7 +86,7 @@ class Checkpoints:
             reverse=True,
         )
 
-    def _find(self, recipe: dict) -> Path | None:
+    def _find(self) -> Path | None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock_folder()
         for partial in self.folder.glob("*.partial"):
@@ -85,15 +98,13 @@ class Checkpoints:
             )
         for path in self._paths():
             try:
-                state = check(path)
+                check(path)
             except ValueError as error:
                 logging.warning(
                     f"warning: {path} is damaged, trying the one before: {error}"
                 )
                 path.rename(path.with_suffix(".pt.damaged"))
             else:
-                check_recipe(path, state["recipe"], recipe)
-                logging.info(f"Resuming from {path}")
                 return path
         if list(self.folder.glob("*.damaged")):
             raise RunError(
@@ -174,8 +185,8 @@ def write(state: dict, path: Path) -> None:
         raise (error.__context__ or error) from None
 
 
-def check(path: Path) -> dict:
-    """Return what is in a checkpoint. Raises ValueError if it is damaged."""
+def check(path: Path) -> None:
+    """Raise ValueError if a checkpoint is damaged."""
     with open(path, "rb") as file:
         # A disk that does not read, and too little memory, are no damage of the file.
         # Here, both are an OSError. zipfile and PyTorch would raise others.
@@ -188,7 +199,7 @@ def check(path: Path) -> dict:
         with zipfile.ZipFile(path) as file:
             if file.testzip() or any(part.external_attr for part in file.infolist()):
                 raise ValueError("its content does not match its CRC")
-        return read(path)
+        read(path)
     except Exception as error:  # a damaged file may raise anything
         raise ValueError(str(error).split("\n")[0]) from error
 
@@ -197,20 +208,6 @@ def read(path: Path) -> dict:
     """Return what is in a checkpoint, which takes no memory before it is used."""
     # With weights_only, no code in the file is run.
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-
-
-def check_recipe(path: Path, saved: dict, asked: dict) -> None:
-    """Refuse to resume with other settings than those a run began with."""
-    changed = [
-        f"{name} {saved.get(name)}, not {value}"
-        for name, value in asked.items()
-        if saved.get(name) != value
-    ]
-    if changed:
-        raise RunError(
-            f"{path} is of another run, with {'; '.join(changed)}: "
-            "go on as it began, or choose another --checkpoint-dir"
-        )
 
 
 def default_checkpoint_dir() -> Path:

@@ -53,15 +53,18 @@ class Coordinator:
 
     def after_step(self, metrics: Tensor) -> None:
         """Count a step, and meet if it is time to. Raises StopRequested, RunError."""
-        self.run.step += 1
+        run = self.run
+        run.step += 1
         self.steps_to_meeting -= 1
-        if self.steps_to_meeting == 0:
-            self._meet(metrics)
+        save = run.step % self.args.save_steps == 0 or run.step == run.steps
+        if save or self.steps_to_meeting == 0:
+            self._meet(metrics, save)
 
     def validation(self, batches: Iterable) -> Iterator:
         """Yield the batches of a validation. Raises StopRequested.
 
-        The epoch is saved before, and the next start begins with this validation.
+        Nothing is lost: the epoch's last step is saved, and the next start begins with
+        this validation.
         """
         for done, (images, labels) in enumerate(self.watch.batches(batches)):
             if done % 20 == 0:
@@ -81,10 +84,17 @@ class Coordinator:
         run.step = 0
         run.metrics = torch.zeros_like(run.metrics)
 
-    def _meet(self, metrics: Tensor) -> None:
-        run, save_steps = self.run, self.args.save_steps
-        stop, due, speed = self._add_up(metrics)
-        loss = run.metrics[0].item()
+    def _meet(self, metrics: Tensor, save: bool) -> None:
+        run = self.run
+        due = time.monotonic() - self.checkpoints.saved_at > 60 * self.args.save_minutes
+        speed = self.watch.steps_per_second() / dist.get_world_size()
+        mine = metrics.new_tensor([bool(stop_signals), due, speed])
+        sums = torch.cat((metrics, mine))
+        dist.all_reduce(sums)
+        # Of all ranks: how many must stop, how many should save, and their mean speed.
+        *totals, stop, due, speed = sums.tolist()
+        run.metrics = torch.tensor(totals, dtype=torch.float64)
+        loss = totals[0]
         if not math.isfinite(loss):
             raise RunError(
                 f"the loss is {loss} before step {run.step} of epoch {run.epoch}: "
@@ -92,29 +102,13 @@ class Coordinator:
                 "try a smaller --learning-rate, or look at the data"
             )
         self._log(speed)
-        if stop or due or run.step % save_steps == 0 or run.step == run.steps:
+        if save or stop or due:
             with self.watch.hangs.paused():
                 self.checkpoints.save(run)
         if stop:
             raise StopRequested
-        # Again in 20 steps or two seconds: a signal leaves little time. But before that
-        # if a checkpoint is due, or the epoch ends.
-        self.steps_to_meeting = min(
-            max(1, min(20, int(2 * speed))),
-            save_steps - run.step % save_steps,
-            run.steps - run.step % run.steps,
-        )
-
-    def _add_up(self, metrics: Tensor) -> tuple[float, float, float]:
-        """Return how many ranks must stop, and should save, and their mean speed."""
-        due = time.monotonic() - self.checkpoints.saved_at > 60 * self.args.save_minutes
-        speed = self.watch.steps_per_second() / dist.get_world_size()
-        mine = metrics.new_tensor([bool(stop_signals), due, speed])
-        sums = torch.cat((metrics, mine))
-        dist.all_reduce(sums)
-        *totals, stop, due, speed = sums.tolist()
-        self.run.metrics = torch.tensor(totals, dtype=torch.float64)
-        return stop, due, speed
+        # Again in 20 steps or two seconds: a signal leaves little time.
+        self.steps_to_meeting = max(1, min(20, int(2 * speed)))
 
     def _log(self, speed: float) -> None:
         """Log the epoch so far, over all ranks; a line of it every minute."""

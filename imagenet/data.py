@@ -2,7 +2,6 @@
 
 import argparse
 import atexit
-import contextlib
 import functools
 import hashlib
 import io
@@ -12,7 +11,6 @@ import math
 import multiprocessing.util
 import os
 import signal
-import socket
 import sys
 import tempfile
 import warnings
@@ -22,7 +20,7 @@ import archives
 import numpy as np
 import torch
 import torch.distributed as dist
-from archives import Member, StagingError
+from archives import HOST, Member, StagingError, naming
 from PIL import Image
 from run import Run
 from torch import Tensor
@@ -73,11 +71,10 @@ class Images:
 
         It is of all names and labels, and of a hundred images: more would take long.
         """
-        digest = hashlib.sha256()
-        digest.update(self.index["name"].tobytes())
-        digest.update(self.index["label"].tobytes())
+        digest = hashlib.sha256(self.index["name"].tobytes())
+        digest.update(self.labels.tobytes())
         for i in range(0, len(self), len(self) // 100 + 1):
-            with self.naming(i):
+            with naming(self.name(i)):
                 digest.update(self.read_bytes(i).numpy())
         return digest.hexdigest()
 
@@ -87,22 +84,12 @@ class Images:
             return f"{self.archive.name}: {name}"
         return f"{self.data_dir}/{name}"
 
-    @contextlib.contextmanager
-    def naming(self, i: int):
-        """Name this image if what is done with it fails."""
-        try:
-            yield
-        except Exception as error:  # of several libraries
-            raise StagingError(
-                f"cannot decode image {self.name(i)} on {socket.gethostname()}: {error}"
-            ) from None
-
     def read(self, i: int) -> Tensor:
         """Return an image: RGB, uint8, of shape (3, height, width).
 
         Raises StagingError, which names it.
         """
-        with self.naming(i):
+        with naming(self.name(i)):
             return decode(self.read_bytes(i))
 
     def read_bytes(self, i: int) -> Tensor:
@@ -264,7 +251,7 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
             train = Images(args.data_dir, "train")
             valid = Images(args.data_dir, "val")
     except (OSError, ValueError, StagingError) as error:
-        sys.exit(f"main.py: error: on {socket.gethostname()}: {error}")
+        sys.exit(f"main.py: error: on {HOST}: {error}")
     return (
         Augmented(train, args.limit_train_samples, args),
         Augmented(valid, args.limit_valid_samples, args),
@@ -280,9 +267,7 @@ def build_loader(data_set: Dataset, workers: int) -> DataLoader:
     """
     # The workers' sockets lie in the temporary folder. A killed rank would leave them
     # in the site's. What is in the job's own, job.sh removes.
-    job_folder = os.environ.get("LOCAL_JOB_DIR", "")
-    if f"/slurm-job-{os.environ.get('SLURM_JOB_ID')}-" in job_folder:
-        tempfile.tempdir = job_folder
+    tempfile.tempdir = archives.job_folder() or None  # None: the site's
     # The path of a socket has 107 bytes at most: if it is longer, the thread that makes
     # it dies, and the training waits.
     if len(tempfile.gettempdir()) > 74:
@@ -323,16 +308,13 @@ def training_batches(loader: DataLoader, run: Run, device: torch.device):
 
     That is uint8 images of shape (share, 3, size, size) and their classes.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    seed = loader.dataset.seed
     # The order of an epoch is the same however many GPUs share the work.
-    rng = np.random.default_rng((loader.dataset.seed, run.epoch))
-    order = rng.permutation(len(loader.dataset))
-    steps = len(order) // run.global_batch_size
-    batches = order[: steps * run.global_batch_size].reshape(steps, -1)
-    loader.batch_sampler.set_epoch(run.epoch, batches[run.step :, rank::world_size])
-    for batch in move_batches(loader, device):
+    order = np.random.default_rng((seed, run.epoch)).permutation(len(loader.dataset))
+    batches = order[: run.steps * run.global_batch_size].reshape(run.steps, -1)
+    for batch in load_batches(loader, run.epoch, batches[run.step :], device):
         # What a model with dropout draws in a step does not depend on earlier stops.
-        torch.manual_seed(make_seed(loader.dataset.seed, run.epoch, run.step, rank))
+        torch.manual_seed(make_seed(seed, run.epoch, run.step, dist.get_rank()))
         yield batch
 
 
@@ -342,17 +324,22 @@ def evaluation_batches(loader: DataLoader, batch_size: int, device: torch.device
     All ranks have as many. The last ones are padded with images of label -100, which
     count nowhere.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = np.arange(rank, len(loader.dataset), world_size)
-    batches = math.ceil(len(loader.dataset) / world_size / batch_size)
-    padded = np.full(batches * batch_size, -1)
-    padded[: len(share)] = share
-    loader.batch_sampler.set_epoch(0, padded.reshape(batches, batch_size))
-    return move_batches(loader, device)
+    samples, global_batch_size = len(loader.dataset), dist.get_world_size() * batch_size
+    steps = math.ceil(samples / global_batch_size)
+    order = np.arange(steps * global_batch_size)
+    order[samples:] = -1  # padding
+    return load_batches(loader, 0, order.reshape(steps, -1), device)
 
 
-def move_batches(loader: DataLoader, device: torch.device):
-    """Yield the loader's images and classes, on the device."""
+def load_batches(
+    loader: DataLoader, epoch: int, batches: np.ndarray, device: torch.device
+):
+    """Yield this rank's share of each batch, on the device: images, and their classes.
+
+    `batches` has a row for each batch: the indices for all ranks.
+    """
+    share = batches[:, dist.get_rank() :: dist.get_world_size()]
+    loader.batch_sampler.set_epoch(epoch, share)
     for batch in loader:
         if device.type == "cuda":
             # Or the CPU would wait for the copy, and for all the GPU's work before it.

@@ -67,8 +67,7 @@ def main() -> None:
     # Without this, a resumed run might use other algorithms, and round differently.
     torch.backends.cudnn.deterministic = True
     torch.manual_seed(args.seed)
-    model = build_model(args, classes)
-    model = model.to(device, memory_format=torch.channels_last)
+    model = build_model(args, classes).to(device, memory_format=torch.channels_last)
     if args.compile:
         model.compile()
     # backward() averages gradients over all ranks while it computes the remaining ones.
@@ -97,7 +96,7 @@ def main() -> None:
             f"Asked to stop: saved step {run.step} of epoch {run.epoch}, "
             "to go on from there"
         )
-        status = 75  # "try again later", in sysexits.h
+        status = 75  # "try again later". For job.sh, any but 0 would do.
     watch.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -110,8 +109,9 @@ def run_epochs(
 ) -> None:
     """Train and validate until the last epoch is done."""
     train_loader, valid_loader = loaders
-    device, steps = ddp_model.device, run.steps
+    device = ddp_model.device
     for epoch in range(run.epoch, run.recipe["epochs"] + 1):
+        steps = run.steps - run.step  # others were done before this start
         batches = watch.batches(training_batches(train_loader, run, device))
         # A progress bar, in a terminal only.
         if dist.get_rank() == 0:
@@ -138,7 +138,7 @@ def train(model, run: Run, coordinator: Coordinator, batches) -> Tensor:
     model.train()
     device = next(model.parameters()).device
     metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    if dist.get_rank() == 0:  # which adds the sums of earlier starts, once for all
+    if dist.get_rank() == 0:  # which adds the sums of earlier starts, for all ranks
         metrics += run.metrics.to(device)
     for step_images, step_labels in batches:
         optimizer.zero_grad()
@@ -488,8 +488,7 @@ if __name__ == "__main__":
     try:
         main()
     except RunError as error:  # on all ranks: rank 0 says it
-        if dist.get_rank() == 0:
-            print(f"main.py: error: {error}", file=sys.stderr, flush=True)
+        logging.warning(f"main.py: error: {error}")
         dist.barrier()
         sys.exit(1)
     except StagingError as error:

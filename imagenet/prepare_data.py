@@ -23,7 +23,7 @@ from pathlib import Path
 
 import archives
 import numpy as np
-from archives import HOST, Member, Source, StagingError, say
+from archives import HOST, Member, Source, StagingError
 
 
 def parse_args() -> argparse.Namespace:
@@ -81,46 +81,39 @@ def stage(args: argparse.Namespace) -> None:
     files = {path.name: path.stat().st_mtime_ns for path in source.paths()}
     wanted = {"files": files, "extract": args.extract, "resize": args.resize}
     if is_staged(args.data_dir, wanted):
-        return say(f"{args.data_dir} is staged already")
+        return logging.info(f"{args.data_dir} is staged already")
     data_dir = args.data_dir.resolve()
     data_dir.parent.mkdir(parents=True, exist_ok=True)
     # It gets its name when it is whole.
     with tempfile.TemporaryDirectory(
         dir=data_dir.parent, prefix=f"{data_dir.name}.unfinished-"
     ) as name:
-        pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
-        try:
-            folder = Path(name)
-            images = fill(folder, source, wanted, pool)
-            # Where the images are, for data.py.
-            wanted["classes"], indices = archives.make_index(images)
-            for split, index in indices.items():
-                np.save(folder / f"{split}.npy", index)
-            (folder / "index.json").write_text(json.dumps(wanted))
-            # If nodes share this disk, another one may have been faster.
-            if not is_staged(data_dir, wanted):
-                folder.rename(data_dir)
-        finally:
-            # After an error, threads may still be writing there.
-            pool.shutdown(cancel_futures=True)
+        folder = Path(name)
+        images = fill(folder, source, wanted)
+        # Where the images are, for data.py.
+        wanted["classes"], indices = archives.make_index(images)
+        for split, index in indices.items():
+            np.save(folder / f"{split}.npy", index)
+        (folder / "index.json").write_text(json.dumps(wanted))
+        # If nodes share this disk, another one may have been faster.
+        if not is_staged(data_dir, wanted):
+            folder.rename(data_dir)
     seconds = time.perf_counter() - start
-    say(f"staged {len(images)} images in {data_dir} after {seconds:.1f} s")
+    logging.info(f"staged {len(images)} images in {data_dir} after {seconds:.1f} s")
 
 
-def fill(
-    folder: Path, source: Source, wanted: dict, pool: ThreadPoolExecutor
-) -> list[Member]:
+def fill(folder: Path, source: Source, wanted: dict) -> list[Member]:
     """Put the images there in the form that is wanted, and return them."""
     side = wanted["resize"]
     if wanted["extract"]:
-        images = list_images(source, pool)
+        images = list_images(source)
         for class_folder in {os.path.dirname(image.name) for image in images}:
             os.makedirs(folder / class_folder, exist_ok=True)
 
         def write(name: str, content: bytes) -> None:
             (folder / name).write_bytes(content)
 
-        convert(source, images, side, write, pool)
+        convert(source, images, side, write)
     elif side:
         path = folder / "images.zip"
         one_at_a_time = threading.Lock()
@@ -130,11 +123,11 @@ def fill(
                 with one_at_a_time:
                     archive.writestr(name, content)
 
-            convert(source, list_images(source, pool), side, write, pool)
+            convert(source, list_images(source), side, write)
         source = Source(path, path)
-        images = list_images(source, pool)
+        images = list_images(source)
     else:
-        images = list_images(source, pool, copy_to=folder)
+        images = list_images(source, copy_to=folder)
     wanted["archives"] = {"train": source.train.name, "val": source.val.name}
     return images
 
@@ -154,9 +147,7 @@ def is_staged(data_dir: Path, wanted: dict) -> bool:
     return True
 
 
-def list_images(
-    source: Source, pool: ThreadPoolExecutor, copy_to: Path | None = None
-) -> list[Member]:
+def list_images(source: Source, copy_to: Path | None = None) -> list[Member]:
     """Return all images, and copy the archives if there is a folder to copy to."""
     devkit = archives.read_devkit(source.devkit)
     parts = []
@@ -168,18 +159,30 @@ def list_images(
                 # Nothing is copied yet, and a disk that is too small fails here.
                 os.posix_fallocate(file.fileno(), 0, archive.stat().st_size or 1)
         parts += [(archive, path, *part) for part in archives.list_parts(archive)]
-    futures = [pool.submit(copy_part, *part) for part in parts]
-    tenth = len(parts) // 10 + 1
     images = []
-    for number, future in enumerate(futures, start=1):
-        images += future.result()
-        if number % tenth == 0 and copy_to:
-            say(f"copied {number / len(parts):.0%}")
+    doing = "copied" if copy_to else "listed"
+    for found in run_in_threads(doing, lambda part: copy_part(*part), parts):
+        images += found
     with open(copy_to / source.val.name if copy_to else source.val, "rb") as file:
         images += archives.list_images(file, devkit)
     if devkit:
         archives.check_imagenet(images, devkit)
     return images
+
+
+def run_in_threads(doing: str, function: Callable, parts: list) -> list:
+    """Return what the function returns for each part; say how far it is.
+
+    After an error, no part begins any more, and this waits for those that have begun:
+    they write to what is closed, or removed, next.
+    """
+    results = []
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for result in pool.map(function, parts):
+            results.append(result)
+            if len(results) % (len(parts) // 10 + 1) == 0:
+                logging.info(f"{doing} {len(results) / len(parts):.0%}")
+    return results
 
 
 def copy_part(
@@ -205,7 +208,6 @@ def convert(
     images: list[Member],
     side: int | None,
     write: Callable[[str, bytes], None],
-    pool: ThreadPoolExecutor,
 ) -> None:
     """Write each image, smaller if there is a side, in threads."""
     if side:
@@ -218,34 +220,19 @@ def convert(
         with open(source.train, "rb") as train, open(source.val, "rb") as val:
             for image in some:
                 file = train if image.name.startswith("train/") else val
-                try:
+                with archives.naming(f"{file.name}: {image.name}"):
                     content = archives.read_member(file, image)
                     if side:  # this releases the GIL
                         content = data.shrink(content, side)
-                except Exception as error:  # of several libraries
-                    raise StagingError(
-                        f"cannot decode image {file.name}: {image.name} on {HOST}: "
-                        f"{error}"
-                    ) from None
                 write(image.name, content)
 
     parts = [images[i : i + 200] for i in range(0, len(images), 200)]
-    try:
-        for number, _ in enumerate(pool.map(convert_some, parts), start=1):
-            if number % (len(parts) // 10 + 1) == 0:
-                say(f"converted {number / len(parts):.0%}")
-    except BaseException:
-        # What the other threads write to is closed next: let them end before.
-        pool.shutdown(cancel_futures=True)
-        raise
+    run_in_threads("converted", convert_some, parts)
 
 
 def find_data_dir() -> Path:
     """Return where this job's data goes, on the node's own disk if there is one."""
-    folder = os.environ.get("LOCAL_JOB_DIR", "")  # job.sh has made it
-    job = os.environ.get("SLURM_JOB_ID")
-    if f"/slurm-job-{job}-" not in folder:  # it is another job's, or there is none
-        folder = os.environ.get("SLURM_TMPDIR", ".")
+    folder = archives.job_folder() or os.environ.get("SLURM_TMPDIR", ".")
     return Path(folder) / "data"
 
 
@@ -274,7 +261,7 @@ def remove_abandoned() -> None:
             ended = found and found[1] not in jobs
             if ended and folder.lstat().st_uid == os.geteuid():
                 shutil.rmtree(folder, ignore_errors=True)
-                say(f"removed {folder}, left by a job of yours that has ended")
+                logging.info(f"removed {folder}, left by a job of yours that has ended")
     except (OSError, subprocess.CalledProcessError):
         pass  # squeue says why, or another job has just removed it
 

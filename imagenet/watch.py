@@ -188,6 +188,7 @@ class HangWatch:
             faulthandler.cancel_dump_traceback_later()
             if not self.may_be_slow:
                 faulthandler.dump_traceback_later(self.timeout, exit=True)
+            # At the end: once more, to tell the others.
             closing = self.closed.wait(self.timeout / 40)
             if self.group:
                 self._meet(closing)

@@ -560,7 +560,7 @@ class Keys:
 
 def draw(world_size: int, epoch: int = 1, seed: int = 0) -> list[set[int]]:
     """Return the numbers in each global batch of 15, in ranks that never meet."""
-    run = SimpleNamespace(global_batch_size=15, epoch=epoch, step=0)
+    run = SimpleNamespace(global_batch_size=15, steps=6, epoch=epoch, step=0)
     loader = data.build_loader(Keys(), 0)
     loader.dataset.seed = seed
     batches = collections.defaultdict(set)

@@ -16,7 +16,6 @@ import tarfile
 import tempfile
 import threading
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +34,7 @@ from test_checkpoint import REPOSITORY, mounted
 from torchvision.io import decode_image
 
 SCRIPT = REPOSITORY / "imagenet" / "prepare_data.py"
+import archives  # noqa: E402
 import prepare_data  # noqa: E402
 from archives import (  # noqa: E402
     DEVKIT,
@@ -666,10 +666,10 @@ def test_an_error_waits_for_the_other_threads(tmp_path, monkeypatch):
         writes.set()
         early.append(failed.wait(0.5))
 
-    monkeypatch.setattr(prepare_data.archives, "read_member", read_member)
+    monkeypatch.setattr(archives, "read_member", read_member)
     with pytest.raises(StagingError, match=r"train/a/1.jpg .*damaged"):
         try:
-            prepare_data.convert(source, images, None, write, ThreadPoolExecutor(2))
+            prepare_data.convert(source, images, None, write)
         finally:
             failed.set()
     assert early == [False]
