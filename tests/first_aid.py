@@ -33,12 +33,15 @@ SUBMITTED = re.compile(r"Submitted batch job (\d+)")
 # What stands before the number of a job.
 JOB = (
     r"(?:\bjob |JobId=|--jobs=|StepId=|STEP |JOB |slurm-|slurm-job-|"
-    r"logs/|checkpoints/|scancel |^)"
+    r"logs/|checkpoints/|scancel |requeuehold |release |^)"
 )
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
 END = "the-end-of-it\n"
 # Sessions under these headings want a cluster that limits memory.
-LIMITED = ["Out of memory, says Slurm", "No new checkpoint since this start"]
+LIMITED = [
+    "Out of memory, says Slurm",
+    "A job of imagenet has failed: resume from its checkpoints",
+]
 LIMITS = {"limit_memory": True, "proctrack": "cgroup"}
 OVER = tuple(
     "COMPLETED FAILED CANCELLED TIMEOUT PREEMPTED NODE_FAIL OUT_OF_MEMORY".split()
