@@ -1,0 +1,88 @@
+"""docs/troubleshooting.rst: what sacct shows, on a cluster that keeps accounts."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+
+import first_aid
+import pytest
+from slurm_jobs import Jobs
+from test_troubleshooting import ENDS
+
+PAGE = first_aid.PAGE.read_text()
+ROW = r"^   \* - ([A-Z_]+)\n     - ``([\d:]+)``(?:\n       \(``([\d:]+)``\))?$"
+CONF = """AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={address}
+AccountingStoragePort={port}
+AccountingStoragePass={state}/munge.socket
+"""
+DBD_CONF = """AuthInfo=socket={state}/munge.socket
+DbdHost={host}
+DbdPort={port}
+PidFile={state}/slurmdbd.pid
+SlurmUser=root
+StorageType=accounting_storage/mysql
+"""
+MARIADBD = "mariadbd --no-defaults --user=root --skip-networking --skip-grant-tables"
+
+
+@pytest.fixture
+def jobs(start_cluster):
+    if not (shutil.which("slurmdbd") and shutil.which("mariadbd")):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no slurmdbd, mariadbd")
+    with first_aid.start_cluster(nodes=2) as cluster:
+        state, host = cluster.state, socket.gethostname()
+        jobs = Jobs(cluster, clone=state, archive=state, logs=state)
+        jobs.env["MYSQL_UNIX_PORT"] = f"{state}/db.socket"
+        address = cluster.address(host)
+        port = 22000 + int(address.split(".")[2])  # of this cluster alone
+        for name, text in (("slurm.conf", CONF), ("slurmdbd.conf", DBD_CONF)):
+            with (state / name).open("a") as conf:
+                conf.write(text.format(**locals()))
+        (state / "slurmdbd.conf").chmod(0o600)
+        files = f"--datadir={state}/db --socket={state}/db.socket"
+        until(jobs, f"mariadb-install-db --user=root {files}", "OK")
+        commands = [f"{MARIADBD} {files}", "slurmdbd -D"]
+        daemons = [subprocess.Popen(each.split(), env=jobs.env) for each in commands]
+        until(jobs, "sacctmgr --immediate add cluster cluster", "Adding Cluster")
+        for each in ("controller", *cluster.nodes):
+            cluster.crash(each)
+        cluster.revive()  # with the new slurm.conf
+        until(jobs, "sinfo --noheader --partition=main --format=%D%T", "2idle")
+        yield jobs
+        for daemon in daemons:
+            daemon.kill()
+            daemon.wait()
+
+
+def until(jobs, command: str, pattern: str) -> None:
+    """Call a command until it prints what it should."""
+    deadline = time.monotonic() + 30
+    while not re.search(pattern, output := jobs.run(["bash", "-c", command]).output):
+        assert time.monotonic() < deadline, f"no {pattern} from {command}:\n{output}"
+        time.sleep(0.2)
+
+
+def test_how_the_job_ended(jobs):
+    """Exit codes are those of the first table, in brackets where it has some."""
+    ends = {}
+    for state, code, own in re.findall(ROW, PAGE, re.M):
+        if code in ENDS:
+            flags = ["--no-requeue", "--mem=1G", f"--ntasks={1 + (code == '143:0')}"]
+            job = jobs.submit("", *flags, f"--wrap={ENDS[code]}")
+            ends[job] = f"{state} .*{own or code}"
+    again = "[ $SLURM_RESTART_COUNT ] || scontrol requeue $SLURM_JOB_ID; sleep 1"
+    ends[jobs.submit("", f"--wrap={again}")] = r"REQUEUED (?s:.*)COMPLETED"
+    for node, end in (("node1", "PREEMPTED"), ("node2", "NODE_FAIL")):
+        where = ["--no-requeue", f"--nodelist={node}"]
+        job = jobs.submit("", *where, "--wrap=sleep 600")
+        until(jobs, f"squeue --noheader --jobs={job} --format=%T", "RUNNING")
+        ends[job] = end
+    jobs.submit("", "--nodelist=node1", "--partition=urgent", "--wrap=true")
+    jobs.run("scontrol update NodeName=node2 State=DOWN Reason=lost".split())
+    (sacct,) = re.findall(r"^    (sacct --jobs=7 .*)$", PAGE, re.M)
+    for job, end in ends.items():
+        until(jobs, sacct.replace("=7", f"={job}"), rf"(?m)^{job} +{end}")
