@@ -37,7 +37,6 @@ loader = DataLoader(
     num_workers=int(os.environ.get("SLURM_CPUS_PER_TASK", 1)),
     multiprocessing_context="fork",
     persistent_workers=True,
-    pin_memory=device.type == "cuda",
 )
 if len(tempfile.gettempdir()) > 74:
     tempfile.tempdir = "/tmp"  # or the paths of the workers' sockets would be too long
