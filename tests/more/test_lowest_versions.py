@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 import pytest
-from slurm_jobs import TINY, TWO, WEIGHTS_LINE, Jobs, take_any_checksum
+from slurm_jobs import REPOSITORY, TINY, TWO, WEIGHTS_LINE, Jobs, take_any_checksum
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SMALL = ["--cpus-per-task=1", "--mem=2G"]
@@ -79,3 +79,17 @@ def test_resumed(lowest):
     assert [result.restarts for result in results] == [1, 0, 0], results
     weights = {WEIGHTS_LINE.findall(result.output)[-1] for result in results}
     assert len(weights) == 1, results
+
+
+def test_wheels(tmp_path):
+    """uv may download the newest Python that is allowed: nothing is to be compiled."""
+    allowed = (REPOSITORY / "pyproject.toml").read_text()
+    lowest, end = re.search(
+        r'requires-python = ">=3\.(\d+),<3\.(\d+)"', allowed
+    ).groups()
+    export = "uv export --quiet --locked --no-hashes --all-groups".split()
+    locked = subprocess.check_output(export, cwd=REPOSITORY, text=True)
+    install = "uv pip install --dry-run --only-binary=:all: --requirements=- --target=."
+    for minor in range(int(lowest), int(end)):
+        command = [*install.split(), f"--python-version=3.{minor}"]
+        subprocess.run(command, input=locked, cwd=tmp_path, text=True, check=True)
