@@ -51,7 +51,7 @@ def test_a_clone_on_windows(clone, tmp_path):
 @pytest.mark.usefixtures("nothing_left")
 def test_your_first_job(jobs):
     """squeue shows a job that runs, and one that waits for its node, as on the page."""
-    submit, shown, follow, cancel, *_ = listings(PAGE, "Your first job")
+    submit, shown, follow, *_ = listings(PAGE, "Your first job")
     # The fixture has made the environment.
     folder, environment, sbatch = submit.splitlines()
     assert [folder, environment] == ["cd single_gpu", "uv sync --locked"]
@@ -75,6 +75,6 @@ def test_your_first_job(jobs):
     # Slurm takes a moment to say what a job waits for.
     jobs.until_found(waiting, as_expected, "the page's table", 60)
     assert follow.startswith(f"tail -F slurm-{rows[0][0]}.out ")
-    assert cancel == f"scancel {rows[0][0]}"
+    assert f"``scancel {rows[0][0]}`` stops a job" in PAGE
     for job in (waiting, running):
         assert jobs.cancel(job).state == "CANCELLED"
