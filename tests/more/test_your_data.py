@@ -401,7 +401,7 @@ def test_regression_and_masks(tmp_path, kind):
         main = main.replace("F.cross_entropy(logits, labels)", loss)
         main = main.replace(f"        metrics[1] += {correct}\n", "")
     else:
-        (pixels,) = re.findall(r"divided by ``(.*)``\.$", PAGE, re.MULTILINE)
+        (pixels,) = re.findall(r"``(labels\[0\].*?)``", PAGE)
         for sums in (summed, correct):
             main = main.replace(sums, f"{sums} / {pixels}")
     (tmp_path / "main.py").write_text(main)
@@ -456,7 +456,7 @@ def test_kinds_of_files(jobs, several, tmp_path):
     write_shards(kinds["data"], kinds["data_tar"])
     offline = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     project = several(REPOSITORY / FOLDER / "main.py")
-    for words in ("uv add torchvision", "uv add datasets"):
+    for words in ("uv add torch numpy", "uv add datasets"):
         (line, *_) = listing("your_data.rst", words).splitlines()
         jobs.type_in(project.parent, line)
     folders = (kinds["data"], kinds["data_hf"], kinds["data_text"])
