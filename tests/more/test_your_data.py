@@ -431,7 +431,7 @@ def test_regression_and_masks(tmp_path, kind):
 def test_masks_are_cropped_with_their_images():
     """The call on the page does both."""
     names = {"augment": load("data.py").augment}
-    (code,) = re.findall(r"``(image, mask = augment\(.*?\))``", PAGE, re.DOTALL)
+    (code,) = re.findall(r"``(image, mask =\s+augment\(.*?\))``", PAGE, re.DOTALL)
     (needs,) = re.findall(r"``(from torchvision import tv_tensors)``", PAGE)
     # Four squares of one colour each.
     squares = (
