@@ -64,10 +64,10 @@ def main() -> None:
             half = example.find_dtype(device) == torch.float16
             scaler = torch.amp.GradScaler(enabled=half)
             parts = (model, optimizer, scheduler, scaler)
-            # An epoch ends with a checkpoint. A turn is much shorter than this epoch.
-            recipe = {"samples": 10**9, "batch_size": args.batch_size}
+            recipe = {"samples": len(staged), "batch_size": args.batch_size}
             run = example.Run(*parts, recipe, args.batch_size)
             ddp_model = distribute(model)
+            # An epoch ends with a checkpoint, which this leaves out.
             no_checkpoints = Mock(saved_at=time.monotonic())
             coordinator = example.Coordinator(run, no_checkpoints, watch, settings)
 
