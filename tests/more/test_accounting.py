@@ -31,7 +31,8 @@ MARIADBD = "mariadbd --no-defaults --user=root --skip-networking --skip-grant-ta
 
 @pytest.fixture
 def jobs(start_cluster):
-    if not (shutil.which("slurmdbd") and shutil.which("mariadbd")):
+    path = os.environ["PATH"] + ":/usr/sbin"
+    if not all(shutil.which(each, path=path) for each in ("slurmdbd", "mariadbd")):
         (pytest.fail if os.environ.get("CI") else pytest.skip)("no slurmdbd, mariadbd")
     with first_aid.start_cluster(nodes=2) as cluster:
         state, host = cluster.state, socket.gethostname()
