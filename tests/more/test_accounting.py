@@ -38,6 +38,7 @@ def jobs(start_cluster):
         state, host = cluster.state, socket.gethostname()
         jobs = Jobs(cluster, clone=state, archive=state, logs=state)
         jobs.env["MYSQL_UNIX_PORT"] = f"{state}/db.socket"
+        jobs.env["PATH"] += ":/usr/sbin"
         address = cluster.address(host)
         port = 22000 + int(address.split(".")[2])  # of this cluster alone
         for name, text in (("slurm.conf", CONF), ("slurmdbd.conf", DBD_CONF)):
