@@ -31,15 +31,6 @@ class StagingError(Exception):
     """What a user can put right; its text says how."""
 
 
-@contextlib.contextmanager
-def naming(image: str):
-    """Name this image if what is done with it fails."""
-    try:
-        yield
-    except Exception as error:  # of several libraries
-        raise StagingError(f"cannot decode image {image} on {HOST}: {error}") from None
-
-
 class Source(NamedTuple):
     """A data set's archives. Without `devkit`, one archive has both splits."""
 

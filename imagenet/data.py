@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import contextlib
 import functools
 import hashlib
 import io
@@ -20,7 +21,7 @@ import archives
 import numpy as np
 import torch
 import torch.distributed as dist
-from archives import HOST, Member, StagingError, naming
+from archives import HOST, Member, StagingError
 from PIL import Image
 from run import Run
 from torch import Tensor
@@ -74,7 +75,7 @@ class Images:
         digest = hashlib.sha256(self.index["name"].tobytes())
         digest.update(self.labels.tobytes())
         for i in range(0, len(self), len(self) // 100 + 1):
-            with naming(self.name(i)):
+            with self.naming(i):
                 digest.update(self.read_bytes(i).numpy())
         return digest.hexdigest()
 
@@ -84,12 +85,22 @@ class Images:
             return f"{self.archive.name}: {name}"
         return f"{self.data_dir}/{name}"
 
+    @contextlib.contextmanager
+    def naming(self, i: int):
+        """Name this image if what is done with it fails."""
+        try:
+            yield
+        except Exception as error:  # of several libraries
+            raise StagingError(
+                f"cannot decode image {self.name(i)} on {HOST}: {error}"
+            ) from None
+
     def read(self, i: int) -> Tensor:
         """Return an image: RGB, uint8, of shape (3, height, width).
 
         Raises StagingError, which names it.
         """
-        with naming(self.name(i)):
+        with self.naming(i):
             return decode(self.read_bytes(i))
 
     def read_bytes(self, i: int) -> Tensor:

@@ -220,10 +220,15 @@ def convert(
         with open(source.train, "rb") as train, open(source.val, "rb") as val:
             for image in some:
                 file = train if image.name.startswith("train/") else val
-                with archives.naming(f"{file.name}: {image.name}"):
+                try:
                     content = archives.read_member(file, image)
                     if side:  # this releases the GIL
                         content = data.shrink(content, side)
+                except Exception as error:  # of several libraries
+                    raise StagingError(
+                        f"cannot decode image {file.name}: {image.name} on {HOST}: "
+                        f"{error}"
+                    ) from None
                 write(image.name, content)
 
     parts = [images[i : i + 200] for i in range(0, len(images), 200)]

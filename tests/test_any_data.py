@@ -14,7 +14,7 @@ import pytest
 from drawn_imagenet import tar_bytes, write_zip
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_prepare_data import HOST, JPEG, Images, StagingError, archives, call
+from test_prepare_data import HOST, JPEG, Images, StagingError, call
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 IMAGES = ["1.jpg", "2.JPEG", "é.png", "deep/1.webp", "a b.Jpg", "l" * 120 + ".jpg"]
@@ -66,7 +66,7 @@ def read(data_dir: Path) -> dict[str, bytes]:
         images = Images(data_dir, split)
         for i, name in enumerate(images.index["name"].tolist()):
             assert images.classes[images.labels[i]] == name.decode().split("/")[0]
-            with archives.naming(images.name(i)):
+            with images.naming(i):
                 data = images.read_bytes(i).numpy().tobytes()
             found[f"{split}/{name.decode()}"] = data
     return found

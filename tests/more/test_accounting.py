@@ -43,21 +43,24 @@ def jobs(start_cluster):
         port = 22000 + int(address.split(".")[2])  # of this cluster alone
         for name, text in (("slurm.conf", CONF), ("slurmdbd.conf", DBD_CONF)):
             with (state / name).open("a") as conf:
-                conf.write(text.format(**locals()))
+                where = {"address": address, "host": host, "port": port, "state": state}
+                conf.write(text.format(**where))
         (state / "slurmdbd.conf").chmod(0o600)
         files = f"--datadir={state}/db --socket={state}/db.socket"
         until(jobs, f"mariadb-install-db --user=root {files}", "OK")
         commands = [f"{MARIADBD} {files}", "slurmdbd -D"]
         daemons = [subprocess.Popen(each.split(), env=jobs.env) for each in commands]
-        until(jobs, "sacctmgr --immediate add cluster cluster", "Adding Cluster")
-        for each in ("controller", *cluster.nodes):
-            cluster.crash(each)
-        cluster.revive()  # with the new slurm.conf
-        until(jobs, "sinfo --noheader --partition=main --format=%D%T", "2idle")
-        yield jobs
-        for daemon in daemons:
-            daemon.kill()
-            daemon.wait()
+        try:
+            until(jobs, "sacctmgr --immediate add cluster cluster", "Adding Cluster")
+            for each in ("controller", *cluster.nodes):
+                cluster.crash(each)
+            cluster.revive()  # with the new slurm.conf
+            until(jobs, "sinfo --noheader --partition=main --format=%D%T", "2idle")
+            yield jobs
+        finally:
+            for daemon in daemons:
+                daemon.kill()
+                daemon.wait()
 
 
 def until(jobs, command: str, pattern: str) -> None:
