@@ -89,13 +89,17 @@ def take_any_checksum(clone: Path) -> None:
 
 def call(command: list, **options) -> Result:
     """Run a command, with options of subprocess.run, to its end."""
-    process = subprocess.run(
-        [str(part) for part in command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        **options,
-    )
+    try:
+        process = subprocess.run(
+            [str(part) for part in command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            **options,
+        )
+    except subprocess.TimeoutExpired as error:
+        output = (error.stdout or b"").decode(errors="replace")
+        raise TimeoutError(f"{error}, and has printed:\n{output}") from None
     # With its carriage returns.
     return Result(process.stdout.decode(), process.returncode)
 
