@@ -120,7 +120,7 @@ class Jobs:
         }
 
     def run(
-        self, command: list, folder: str = "", timeout: float = 300, **env: str
+        self, command: list, folder: str = "", timeout: float = 600, **env: str
     ) -> Result:
         """Run a command in a folder of the clone."""
         where = {"cwd": self.clone / folder, "env": self.env | env}
@@ -169,7 +169,7 @@ class Jobs:
             field.split("=", 1) for field in result.output.split() if "=" in field
         )
 
-    def wait(self, job: str, timeout: float = 300) -> Result:
+    def wait(self, job: str, timeout: float = 600) -> Result:
         """Wait until a job is over and its nodes are free; return how it ended."""
         deadline = time.monotonic() + timeout
         while (info := self.show(job))["JobState"] not in OVER:
@@ -187,7 +187,7 @@ class Jobs:
         path = self.logs / f"{job}.out"
         return path.read_bytes().decode() if path.exists() else ""
 
-    def until(self, job: str, pattern: str, timeout: float = 120) -> re.Match:
+    def until(self, job: str, pattern: str, timeout: float = 300) -> re.Match:
         """Wait until a job has printed something."""
         return self.until_found(
             job,
@@ -385,7 +385,7 @@ class User(Jobs):
     def train(self, *arguments, flags=TWO, **env: str) -> str:
         return self.submit("imagenet", *flags, "job.sh", *TINY, *arguments, **env)
 
-    def until_file(self, job: str, pattern: str, timeout: float = 120) -> None:
+    def until_file(self, job: str, pattern: str, timeout: float = 300) -> None:
         """Wait until a job's checkpoint folder has such a file."""
         folder = self.checkpoints(job)
         self.until_found(

@@ -24,7 +24,7 @@ DEFAULTS = {
 }
 ARCHIVE = "cifar-10-python.tar.gz"
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 
 def run(folder: Path, example: str, *arguments: str, **environment: str):

@@ -34,7 +34,7 @@ from torch.multiprocessing import start_processes
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = {"model": "tiny", "seed": 0, "batch_size": 4}
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 
 # Where main.py finds the modules beside it.
 sys.path.append(str(REPOSITORY / "imagenet"))
@@ -110,7 +110,7 @@ def run_rank(rank: int, world_size: int, folder: str, work, args: tuple) -> None
     multiprocessing.set_start_method("fork", force=True)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank)}
     # So long that imagenet's watch alone ends a hang.
-    store, timeout = f"file://{folder}/store", timedelta(minutes=2)
+    store, timeout = f"file://{folder}/store", timedelta(minutes=5)
     dist.init_process_group("gloo", store, timeout, rank=rank, world_size=world_size)
     torch.manual_seed(0)
     torch.save(work(*args), Path(folder, f"{rank}.pt"))

@@ -38,7 +38,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision import models
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 main = importlib.import_module("main")
 data = importlib.import_module("data")
@@ -92,7 +92,7 @@ class Training(Started):
         super().__exit__(*error)
 
     def wait_for(self, happened):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not happened():
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.002)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from test_checkpoint import draw, files, load, names, refused, run_ranks, write
 from test_imagenet_training import DUMMY, data, options, run_to_its_end
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 def test_a_long_tmpdir(tmp_path):

@@ -28,7 +28,7 @@ def preflight(jobs, flags, *arguments, env=GOOD, task=ON_CPU):
     command = ["salloc", "--quiet", *flags, "srun", *task, *arguments]
     # Without what the tests import into every Python, PyTorch and all.
     env = env | {"ANY_CHECKSUM": ""}
-    return jobs.run(command, "multi_node", timeout=120, **env)
+    return jobs.run(command, "multi_node", timeout=300, **env)
 
 
 def lines(result, kind: str) -> list[str]:

@@ -63,7 +63,7 @@ def test_slow_download(jobs, archive, tmp_path):
         four = pool.submit(jobs.sbatch, *job, MASTER_PORT="23457", **env)
         env |= {"CIFAR10_URL": f"{url}/salloc"}
         two = pool.submit(jobs.run, salloc, "multi_node", MASTER_PORT="23458", **env)
-        downloads = sorted(requests.get(timeout=120) for _ in range(3))
+        downloads = sorted(requests.get(timeout=300) for _ in range(3))
         assert downloads == ["/salloc", "/sbatch", "/sbatch"]
         # Rank 0 listens there from the moment when it joins.
         for port in (23457, 23458):

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 HOST = socket.gethostname()
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 
 watch = importlib.import_module("watch")
 
@@ -51,7 +51,7 @@ def end_with_the_first(*ranks) -> str:
     """Start ranks; kill all when one has ended, as srun does, and return the log."""
     with start_ranks(*ranks) as started:
         sentinels = [process.sentinel for process in started.processes]
-        multiprocessing.connection.wait(sentinels, timeout=60)
+        multiprocessing.connection.wait(sentinels, timeout=200)
         statuses = {process.exitcode for process in started.processes} - {None}
     assert statuses == {1}, started.text()
     return started.text()

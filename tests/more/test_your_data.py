@@ -232,7 +232,7 @@ def test_long_tmpdir(tmp_path):
     command += ["--data-dir", tmp_path / "data", "--epochs=1", "--batch-size=4"]
     outside = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     outside["TMPDIR"] = str(long)
-    result = call(command, cwd=tmp_path, env=outside, timeout=200)
+    result = call(command, cwd=tmp_path, env=outside, timeout=400)
     assert result.exit_code == 0 and result.find("^Test loss"), result
     (weights,) = tmp_path.glob("model-*.pt")
     images = tmp_path / "data" / "train"
@@ -407,7 +407,7 @@ def test_regression_and_masks(tmp_path, kind):
     (tmp_path / "main.py").write_text(main)
     outside = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     command = [sys.executable, "main.py", "--epochs=3", "--batch-size=5"]
-    result = call(command, cwd=tmp_path, env=outside, timeout=200)
+    result = call(command, cwd=tmp_path, env=outside, timeout=400)
     (loss, accuracy), *_ = result.find(r"^Test loss (\S+) accuracy (\S+)%$")
     names = {}
     exec(data, names)
