@@ -271,7 +271,7 @@ def test_packages_in_the_home_folder(jobs, tmp_path):
         text = (jobs.clone / name).read_text()
         assert PYTHON in text
         edited = tmp_path / name.replace("/", "_")
-        edited.write_text(text.replace(PYTHON, "python=(python3)\n"))
+        edited.write_text(text.replace(PYTHON, "python=(python3 -X faulthandler)\n"))
         folder = name.split("/")[0]
         command = [*TWO, "--nodes=1", edited, *small(folder)]
         path = f"{conda}/bin:{jobs.env['PATH']}"

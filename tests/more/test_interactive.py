@@ -71,7 +71,9 @@ def test_where_it_is(user, jobs, archive):
     )
     user.until(job, "^Epoch 1: ")
     download, dump = re.findall(
-        r"^    (uv run --with py-spy true)\n((?:    .*\n)+)", PAGE, re.MULTILINE
+        r"^    (uv run --no-sync --with py-spy true)\n((?:    .*\n)+)",
+        PAGE,
+        re.MULTILINE,
     )[0]
     assert user.run(download.split()).exit_code == 0
     result = user.run(["bash", "-c", dump.replace("=7", f"={job}")], "multi_node")
@@ -85,7 +87,8 @@ def test_where_it_is(user, jobs, archive):
     # Slurm ends the other one when the first has gone: both are to be told before.
     for rank in ranks:
         stop(rank)
-    assert user.run(command.replace("=7", f"={job}").split()).exit_code == 0
+    command = ["bash", "-c", command.replace("=7", f"={job}")]
+    assert user.run(command).exit_code == 0
     for rank in ranks:
         user.until_pending(job, rank, signal.SIGABRT)
     for rank in ranks:

@@ -68,6 +68,7 @@ for epoch in range(epochs):
     loader.sampler.set_epoch(epoch)
     torch.manual_seed(world_size * (epoch + 1) + rank)  # of dropout and random crops
     begin = time.perf_counter()
+    optimizer.zero_grad()  # a batch that was left over made no step
     metrics = torch.zeros(2, dtype=torch.float64, device=device)
     for batch, (inputs, targets) in enumerate(loader, start=1):
         inputs, targets = inputs.to(device), targets.to(device)
