@@ -65,7 +65,7 @@ def jobs(start_cluster):
 
 def until(jobs, command: str, pattern: str) -> None:
     """Call a command until it prints what it should."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not re.search(pattern, output := jobs.run(["bash", "-c", command]).output):
         assert time.monotonic() < deadline, f"no {pattern} from {command}:\n{output}"
         time.sleep(0.2)
@@ -86,8 +86,15 @@ def test_how_the_job_ended(jobs):
         job = jobs.submit("", *where, "--wrap=sleep 600")
         until(jobs, f"squeue --noheader --jobs={job} --format=%T", "RUNNING")
         ends[job] = end
+    one_fails = ["--array=1-2", "--no-requeue", "--wrap=[ $SLURM_ARRAY_TASK_ID = 1 ]"]
+    array = jobs.submit("", *one_fails)
     jobs.submit("", "--nodelist=node1", "--partition=urgent", "--wrap=true")
     jobs.run("scontrol update NodeName=node2 State=DOWN Reason=lost".split())
-    (sacct,) = re.findall(r"^    (sacct --jobs=7 .*)$", PAGE, re.M)
+    sacct, failed = re.findall(r"^    (sacct --jobs=7 .*)$", PAGE, re.M)
     for job, end in ends.items():
         until(jobs, sacct.replace("=7", f"={job}"), rf"(?m)^{job} +{end}")
+    only_task_2 = rf"JobID .*\n-.*\n{array}_2 +FAILED +1:0 *\n\Z"
+    until(jobs, failed.replace("=7", f"={array}"), only_task_2)
+    for command in re.findall(r"``(sacct(?:mgr)? [^`]*)``", PAGE):
+        result = jobs.run(["bash", "-c", command.replace("\n", " ")])
+        assert result.exit_code == 0, (command, result)

@@ -122,10 +122,10 @@ def small(folder: str) -> list[str]:
 @pytest.mark.parametrize(
     "python, found",
     [
-        ("(python)", None),
+        ("(python -X faulthandler)", None),
         (
-            "(apptainer exec --nv image.sif python)",
-            "apptainer exec --nv image.sif python ",
+            "(apptainer exec --nv image.sif python -X faulthandler)",
+            "apptainer exec --nv image.sif python -X faulthandler ",
         ),
     ],
 )
