@@ -1,4 +1,4 @@
-"""Say of which class an image is: python classify.py model-8.pt images/train cat.jpg"""
+"""Name the class of an image: python classify.py model-8.pt images/train cat.jpg"""
 
 import sys
 from pathlib import Path

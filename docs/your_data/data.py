@@ -60,7 +60,7 @@ class Images(Dataset):
         return self.paths[index]
 
     def read(self, index: int) -> tuple[bytes, int]:
-        """Return an image's file, a JPEG or PNG, and its class."""
+        """Return an image's bytes, a JPEG, PNG or WebP, and its class."""
         return Path(self.paths[index]).read_bytes(), int(self.labels[index])
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
@@ -192,7 +192,7 @@ def check_sets(train: Dataset, *others: Dataset) -> None:
 
 
 def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int):
-    """Yield this rank's share of an epoch: as many batches on every rank."""
+    """Yield this rank's share of an epoch: all ranks have as many batches."""
     order = np.random.default_rng((seed, epoch)).permutation(len(data))
     steps = len(data) // global_batch_size
     batches = order[: steps * global_batch_size].reshape(steps, global_batch_size)

@@ -60,7 +60,7 @@ class Images(Dataset):
         return f"the image at byte {offset} of {self.shards[shard].name}"
 
     def read(self, index: int) -> tuple[bytes, int]:
-        """Return an image's file, a JPEG or PNG, and its class."""
+        """Return an image's bytes, a JPEG, PNG or WebP, and its class."""
         shard, offset, size, label = self.index[index].tolist()
         return os.pread(self.shards[shard].fileno(), size, offset), label
 
@@ -199,7 +199,7 @@ def check_sets(train: Dataset, *others: Dataset) -> None:
 
 
 def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int):
-    """Yield this rank's share of an epoch: as many batches on every rank."""
+    """Yield this rank's share of an epoch: all ranks have as many batches."""
     order = np.random.default_rng((seed, epoch)).permutation(len(data))
     steps = len(data) // global_batch_size
     batches = order[: steps * global_batch_size].reshape(steps, global_batch_size)

@@ -18,7 +18,7 @@ if len(tempfile.gettempdir()) > 74:
     tempfile.tempdir = "/tmp"
 
 SPLITS = ("train", "val", "test")
-VOCABULARY = 30522  # numbers of tokens, as your tokenizer has
+VOCABULARY = 30522  # how many tokens your tokenizer knows
 
 
 class Texts(Dataset):
@@ -32,7 +32,7 @@ class Texts(Dataset):
         return len(self.labels)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
-        """Return a text's tokens, as many for all texts, and its class."""
+        """Return a text's tokens, whose number is the same for all, and its class."""
         _, index = key
         return torch.tensor(self.rows[index]["input_ids"]), int(self.labels[index])
 
@@ -90,7 +90,7 @@ def check_sets(train: Dataset, *others: Dataset) -> None:
 
 
 def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int):
-    """Yield this rank's share of an epoch: as many batches on every rank."""
+    """Yield this rank's share of an epoch: all ranks have as many batches."""
     order = np.random.default_rng((seed, epoch)).permutation(len(data))
     steps = len(data) // global_batch_size
     batches = order[: steps * global_batch_size].reshape(steps, global_batch_size)
