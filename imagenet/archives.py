@@ -293,7 +293,7 @@ def hold_out(names: list[str], where: str) -> dict[str, str]:
     seen = collections.Counter()
     new_names = {}
     for *folders, class_name, name in places:
-        if folders == top:
+        if folders == top and class_name.lower() not in ("val", "test"):
             seen[class_name] += is_image(name)
             tenth = is_image(name) and seen[class_name] % 10 == 1
             new = f"{'val' if tenth else 'train'}/{class_name}/{name}"
@@ -372,7 +372,7 @@ def read_member(file: BinaryIO, member: Member) -> bytes:
 
 
 def check_name(name: str, archive: str) -> str:
-    """Refuse what would be written outside of a folder or break a line of the log."""
+    """Normalize a name. Refuse one that leads elsewhere or breaks a line of the log."""
     strange = re.search("[\0-\x1f\x7f\ud800-\udfff]", name)
     if strange or name.startswith("/") or ".." in name.split("/"):
         raise StagingError(

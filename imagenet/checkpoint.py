@@ -24,11 +24,11 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int):
-        # job.sh sets WORK_DIR: the code may be a copy that does not outlive the job.
-        self.folder = Path(environ.get("WORK_DIR", "")).absolute() / folder
+        # job.sh sets JOB_WORK_DIR: the code may be a copy, which ends with the job.
+        self.folder = Path(environ.get("JOB_WORK_DIR", "")).absolute() / folder
         # By default, each batch job has its own. But Slurm's numbers begin again with a
         # new controller, and two clusters may share a disk.
-        self.is_first_start = (
+        self.must_be_empty = (
             folder == default_checkpoint_dir()
             and environ.get("SLURM_RESTART_COUNT") == "0"  # job.sh alone sets a 0
             and "TORCHELASTIC_RUN_ID" not in environ  # torchrun restarts a rank itself
@@ -89,9 +89,9 @@ class Checkpoints:
     def _find(self) -> Path | None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock_folder()
-        for partial in self.folder.glob("*.partial"):
+        for partial in self.folder.glob("*.pt.partial"):
             partial.unlink()
-        if self._paths() and self.is_first_start:
+        if self._paths() and self.must_be_empty:
             raise RunError(
                 f"an older job of this number has saved in {self.folder}: name another "
                 "--checkpoint-dir, or this one with its whole path, to resume from it"

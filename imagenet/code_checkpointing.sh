@@ -7,9 +7,8 @@ export code=$LOCAL_JOB_DIR/code
 code_folder=$code/$(git rev-parse --show-prefix)
 repository=$(git rev-parse --show-toplevel)
 export repository
-# Checkpoints go below WORK_DIR, unless there is a $SCRATCH. They and IMAGENET_DIR stay where
-# they are; other relative paths, as of @sweep.txt and --data-dir, are those of the copy.
-export WORK_DIR=$PWD
+# Checkpoints and IMAGENET_DIR stay where they are. Other relative paths, as of @sweep.txt and
+# --data-dir, are those of the copy.
 IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -ms "$IMAGENET_DIR")}
 
 copy_code() {

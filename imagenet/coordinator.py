@@ -47,7 +47,7 @@ class Coordinator:
     ):
         self.run, self.checkpoints = run, checkpoints
         self.watch, self.args = watch, args
-        # After the first step: a start that must stop at once saves one step more, too.
+        # After one step: even a start that must stop at once gets one step further.
         self.steps_to_meeting = 1
         self.logged_at = time.monotonic()
 

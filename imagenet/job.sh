@@ -17,9 +17,9 @@
 # use --synthetic or --data-dir.
 export IMAGENET_DIR=${IMAGENET_DIR-}
 # EDIT: how Python starts. The default is the Python that `uv sync` has installed. For conda or
-# a module, load it here, then python=(python). In a container: python=(apptainer exec --nv
-# image.sif python). The option -E ignores PYTHONPATH and the like, which may belong to other
-# software. With -X faulthandler, a crash prints where Python was.
+# a module, load it here, then python=(python -X faulthandler). In a container:
+# python=(apptainer exec --nv image.sif python -X faulthandler). With -X faulthandler, a crash
+# prints where Python was. -E ignores PYTHONPATH and the like, which may be of other software.
 python=(../.venv/bin/python -E -X faulthandler)
 # EDIT: the node's own disk. Some clusters set SLURM_TMPDIR. If yours has another one, write it
 # in place of /tmp.
@@ -30,8 +30,8 @@ master_suffix=
 prepare=()
 
 main() {
-    # safe_sbatch names a commit, which this job is to run.
-    export GIT_COMMIT=${SLURM_GIT_COMMIT:-}
+    # safe_sbatch names a commit, which this job is to run. Checkpoints go below JOB_WORK_DIR.
+    export GIT_COMMIT=${SLURM_GIT_COMMIT:-} JOB_WORK_DIR=$PWD
     check_job
     forget_other_jobs
     ask_slurm
@@ -70,7 +70,7 @@ main() {
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
     # A rank's other CPUs are for its workers, which decode the images.
     export OMP_NUM_THREADS=1
-    # When a rank has ended, the others have a minute (--wait).
+    # After a rank's success, the others have a minute (--wait).
     srun --kill-on-bad-exit=1 --wait=60 "${python[@]}" main.py "${arguments[@]}"
 }
 
@@ -119,7 +119,7 @@ choose_arguments() {
         # Each task has a seed of its own, unless the arguments name one.
         arguments=(--seed="$SLURM_ARRAY_TASK_ID" "$@")
     fi
-    [[ " ${arguments[*]} " != *" --synthetic "* ]] || IMAGENET_DIR=""
+    [[ " ${arguments[*]} " != *" --"@(synthetic|data-dir)[=\ ]* ]] || IMAGENET_DIR=""
 }
 
 # The one rule: a job that has not finished is requeued if it got further since it started, or
@@ -171,7 +171,7 @@ show_job() {
 
 # Checks before the training.
 check_job() {
-    # Only sbatch sets ENVIRONMENT. In a shell that srun has started, srun would only wait.
+    # Only sbatch sets ENVIRONMENT. In a shell of srun --pty, another srun would only wait.
     [ "${ENVIRONMENT:-}" ] || fail "start it with sbatch"
     [[ ${SLURM_JOB_ID_HET_GROUP_0:-} != "$SLURM_JOB_ID" ]] || fail "heterogeneous job"
     [ -e main.py ] || fail "no main.py in $PWD"
@@ -185,8 +185,8 @@ ask_slurm() {
 }
 # sbatch passes on the variables of your shell. If another job or torchrun has started that
 # shell, its variables would change how srun starts this one. Unset all but those that describe
-# this job, that #SBATCH lines set, or that belong to the site. ${!SLURM_@} stands for all
-# names that begin with SLURM_.
+# this job, that usual #SBATCH lines set (give --gpu-bind to srun), or that belong to the site.
+# ${!SLURM_@} stands for all names that begin with SLURM_.
 forget_other_jobs() {
     keep='ARRAY_*|CLUSTER_NAME|CONF*|CPUS_ON_NODE|CPUS_PER_TASK|CPU_FREQ_REQ|DIST*'
     keep+='|GPUS_ON_NODE|HINT|JOB*|JWT|MPI_TYPE|NETWORK|NNODES|NODE*|NPROCS|NTASKS|NTASKS_PER_NODE'

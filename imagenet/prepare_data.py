@@ -52,7 +52,7 @@ def parse_args() -> argparse.Namespace:
     add(
         "--resize",
         type=int,
-        help="write images.zip, with shorter sides of this many pixels",
+        help="shrink images to shorter sides of this many pixels",
     )
     return parser.parse_args()
 
@@ -253,7 +253,7 @@ def remove_abandoned() -> None:
     # Listed first: a job that starts after squeue may make one.
     disk = Path(os.environ.get("LOCAL_JOB_DIR", "/tmp/job")).parent
     folders = list(disk.glob("slurm-job-*"))
-    command = ["squeue", "--me", "--noheader", "--all", "--format=%A"]
+    command = ["squeue", "--me", "--noheader", "--all", "--array", "--format=%A"]
     # SQUEUE_PARTITION, say, would hide jobs.
     env = {name: os.environ[name] for name in os.environ if "SQUEUE_" not in name}
     try:

@@ -39,7 +39,7 @@ class Watch:
             self.tracker = Tracker(folder, args, run)
             dist.barrier()
 
-    def batches(self, loader: Iterable) -> Iterator:
+    def batches(self, batches: Iterable) -> Iterator:
         """Yield a loop's batches, and measure its speed and its waits for them."""
         working = "works on a batch, or waits there for other ranks"
         self.steps = 0
@@ -47,7 +47,7 @@ class Watch:
         self.waits = []  # for batches: when each began, and when it ended
         self.hangs.tick("waits for its first batch")
         begin = self._now()
-        for batch in loader:
+        for batch in batches:
             self.waits.append((begin, self._now()))
             # The first step may compile, which takes longer than a hang.
             compiling = self.compiles and self.steps == 0
@@ -107,7 +107,7 @@ class Watch:
 
 
 def watch_start(timeout: float) -> threading.Timer:
-    """End this rank, unless it is cancelled in time: before there is a `HangWatch`."""
+    """End this rank after `timeout` s, unless cancelled. Later, HangWatch does so."""
 
     def end() -> None:
         log_stacks(

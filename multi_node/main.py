@@ -32,7 +32,7 @@ def main() -> None:
     setup_logging()
     logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
     weights_file = find_weights_file()
-    # To the nodes' own disks, one process of each node downloads; elsewhere, rank 0.
+    # On a node's own disk, one process a node downloads; on a shared one, rank 0.
     own_disk = args.data_dir == find_data_dir() and args.data_dir != "./data"
     rank = "LOCAL_RANK" if own_disk else "RANK"
     if environ[rank] == "0" and not args.synthetic:
@@ -57,7 +57,7 @@ def main() -> None:
         model.compile()
     # backward() averages gradients over all ranks while it computes the remaining ones.
     ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # evaluate() copies the buffers. DDP's own argument for that prints a warning.
+    # evaluate() copies the buffers, so DDP need not. As an argument, this would warn.
     ddp_model.broadcast_buffers = False
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # In float16, small gradients would become 0. The scaler multiplies the loss before
@@ -296,7 +296,7 @@ def set_ranks() -> None:
 
 
 def find_data_dir() -> str:
-    """Return where job.sh puts the data: in the job's folder on the node's own disk."""
+    """Return job.sh's data folder; without job.sh, one in $SLURM_TMPDIR or here."""
     disk = environ.get("LOCAL_JOB_DIR", "")
     # What another job has left in the shell that submitted this one does not count.
     if f"/slurm-job-{environ.get('SLURM_JOB_ID')}-" not in disk:
@@ -316,8 +316,8 @@ def find_device() -> torch.device:
     if gpus > ranks:
         logging.warning(f"warning: {ranks} of {gpus} GPUs a node are used: add tasks")
     visible = torch.cuda.device_count()
-    # Without a driver, take the CPU. A driver without a GPU is broken: set_device()
-    # below fails, and says how.
+    # Without a driver, take the CPU. With one, a GPU must be visible: set_device()
+    # below fails if none is.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     if visible == 0 and (not has_driver or environ.get("CUDA_VISIBLE_DEVICES") == ""):
         logging.warning("warning: no GPU found, training on the CPU")
@@ -330,7 +330,7 @@ def find_device() -> torch.device:
         fail(
             f"no GPU of {socket.gethostname()} works: {str(error).splitlines()[0]}: "
             "ask for --gpus-per-node, or --exclude this node; to train on the CPU, "
-            "export CUDA_VISIBLE_DEVICES=''"
+            "write env CUDA_VISIBLE_DEVICES= before python"
         )
     return device
 

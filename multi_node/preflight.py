@@ -68,8 +68,9 @@ def main() -> None:
         store = join(rank, args.timeout)
     except Exception as error:  # of several kinds
         problems.append(
-            f"{NODE} cannot join the others at MASTER_ADDR={environ['MASTER_ADDR']}, "
-            f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, and a "
+            f"{NODE} cannot join the others at "
+            f"MASTER_ADDR={environ.get('MASTER_ADDR')}, "
+            f"MASTER_PORT={environ.get('MASTER_PORT')}: is that rank 0's node, and a "
             f"free port there? {reason_of(error)}"
         )
         print_notes("problem", [mine])
@@ -170,7 +171,7 @@ def look_at_disk(folder: str, data_gb: float) -> dict:
             raise OSError(f"{free:.1f} GB free, not {data_gb:g}")
         found |= time_disk(folder)
     except OSError as error:
-        problems.append(f"{folder}: {error}: name a larger local_disk in job.sh")
+        problems.append(f"{folder}: {error}: name another local_disk in job.sh")
     return found
 
 

@@ -13,9 +13,9 @@
 # empty, main.py downloads the data.
 export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-}
 # EDIT: how Python starts. The default is the Python that `uv sync` has installed. For conda or
-# a module, load it here, then python=(python). In a container: python=(apptainer exec --nv
-# image.sif python). The option -E ignores PYTHONPATH and the like, which may belong to other
-# software. With -X faulthandler, a crash prints where Python was.
+# a module, load it here, then python=(python -X faulthandler). In a container:
+# python=(apptainer exec --nv image.sif python -X faulthandler). With -X faulthandler, a crash
+# prints where Python was. -E ignores PYTHONPATH and the like, which may be of other software.
 python=(../.venv/bin/python -E -X faulthandler)
 # EDIT: the node's own disk. Some clusters set SLURM_TMPDIR. If yours has another one, write it
 # in place of /tmp.
@@ -49,7 +49,7 @@ stage() {
 
 # Checks before the training.
 check_job() {
-    # Only sbatch sets ENVIRONMENT. In a shell that srun has started, srun would only wait.
+    # Only sbatch sets ENVIRONMENT. In a shell of srun --pty, another srun would only wait.
     [ "${ENVIRONMENT:-}" ] || fail "start it with sbatch"
     [[ ${SLURM_JOB_ID_HET_GROUP_0:-} != "$SLURM_JOB_ID" ]] || fail "heterogeneous job"
     [ -e main.py ] || fail "no main.py in $PWD"
@@ -58,8 +58,8 @@ check_job() {
 }
 # sbatch passes on the variables of your shell. If another job or torchrun has started that
 # shell, its variables would change how srun starts this one. Unset all but those that describe
-# this job, that #SBATCH lines set, or that belong to the site. ${!SLURM_@} stands for all
-# names that begin with SLURM_.
+# this job, that usual #SBATCH lines set (give --gpu-bind to srun), or that belong to the site.
+# ${!SLURM_@} stands for all names that begin with SLURM_.
 forget_other_jobs() {
     keep='ARRAY_*|CLUSTER_NAME|CONF*|CPUS_ON_NODE|CPUS_PER_TASK|CPU_FREQ_REQ|DIST*'
     keep+='|GPUS_ON_NODE|HINT|JOB*|JWT|MPI_TYPE|NETWORK|NNODES|NODE*|NPROCS|NTASKS|NTASKS_PER_NODE'

@@ -229,14 +229,14 @@ def fail(message: str) -> NoReturn:
 
 
 def check_task() -> None:
-    """Refuse several tasks, and a start without srun, maybe on the login node."""
+    """Refuse several tasks, and a start without srun: that may be a login node."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "none")
     if tasks != "1" and "SLURM_JOB_ID" in environ:
         fail(f"start it with srun, as one task, not {tasks}; multi_gpu is for several")
 
 
 def find_data_dir() -> str:
-    """Return where job.sh puts the data: in the job's folder on the node's own disk."""
+    """Return job.sh's data folder; without job.sh, one in $SLURM_TMPDIR or here."""
     disk = environ.get("LOCAL_JOB_DIR", "")
     # What another job has left in the shell that submitted this one does not count.
     if f"/slurm-job-{environ.get('SLURM_JOB_ID')}-" not in disk:
@@ -250,8 +250,8 @@ def find_device() -> torch.device:
     if gpus > 1:
         logging.warning(f"warning: 1 of {gpus} GPUs is used: ask for one")
     visible = torch.cuda.device_count()
-    # Without a driver, take the CPU. A driver without a GPU is broken: set_device()
-    # below fails, and says how.
+    # Without a driver, take the CPU. With one, a GPU must be visible: set_device()
+    # below fails if none is.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     if visible == 0 and (not has_driver or environ.get("CUDA_VISIBLE_DEVICES") == ""):
         logging.warning("warning: no GPU found, training on the CPU")
@@ -263,7 +263,7 @@ def find_device() -> torch.device:
         fail(
             f"no GPU of {socket.gethostname()} works: {str(error).splitlines()[0]}: "
             "ask for --gpus-per-node, or --exclude this node; to train on the CPU, "
-            "export CUDA_VISIBLE_DEVICES=''"
+            "write env CUDA_VISIBLE_DEVICES= before python"
         )
     return device
 

@@ -272,7 +272,7 @@ def test_got_further(tmp_path, rank0, monkeypatch, caplog):
 def test_folder_on_the_scratch(tmp_path, monkeypatch, rank0):
     """Each job has one, there or where it was submitted: see test_the_whole_way."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setenv("WORK_DIR", str(tmp_path / "submitted from"))
+    monkeypatch.setenv("JOB_WORK_DIR", str(tmp_path / "submitted from"))
     monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
     write(default_checkpoint_dir(), (1, 1))
     assert names(tmp_path / "scratch/checkpoints/17") == files((1, 1))
@@ -314,6 +314,7 @@ def test_killed_while_writing(tmp_path, rank0, caplog):
     """
     folder, halfway = tmp_path / "checkpoints", 0
     write(folder, (1, 1, 2**12))
+    (folder / "other.pkl.partial").touch()  # is not ours
     for kill in range(4):
         job = (0, 1, tempfile.mkdtemp(dir=tmp_path), save_without_end, (folder,))
         process = forkserver().Process(target=run_rank, args=job)
@@ -325,7 +326,7 @@ def test_killed_while_writing(tmp_path, rank0, caplog):
         halfway += written(folder) > 0
         whole = sorted(folder.glob("*.pt"))
         assert is_from(load(folder), 1, int(whole[-1].stem[-6:]))
-        assert names(folder) == [path.name for path in whole]
+        assert names(folder) == [*(path.name for path in whole), "other.pkl.partial"]
     assert halfway and not caplog.messages
 
 

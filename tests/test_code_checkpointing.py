@@ -210,7 +210,7 @@ def test_everything_reaches_the_job(repository):
 def test_sbatch_alone_runs_in_place(repository):
     """As anywhere, so in a job of safe_sbatch, with a folder and port of its own."""
     sbatch = ["sbatch", "--parsable", f"--output={repository.logs}/%j.out", *ONE_TASK]
-    then = f'source ./job.sh\ncd "$WORK_DIR"\n{shlex.join([*sbatch, "job.sh"])}\n'
+    then = f'source ./job.sh\ncd "$JOB_WORK_DIR"\n{shlex.join([*sbatch, "job.sh"])}\n'
     repository.write("first.sh", f"#!/bin/bash\n{then}")
     commit = repository.commit()
     repository.must("uv", "sync", "--offline")

@@ -97,7 +97,9 @@ def test_broken_driver(jobs, folder, driver):
     srun = ["srun", "unshare", "--mount", "bash", "-ec", script, "bash"]
     broken = salloc(jobs, folder, *flags, *srun, *MAIN)
     message = "^main.py: error: no GPU of node1 works: Found no NVIDIA driver .*: "
-    assert_failed(broken, message + ".*CUDA_VISIBLE_DEVICES=''$", times=1)
+    assert_failed(
+        broken, message + ".*env CUDA_VISIBLE_DEVICES= before python$", times=1
+    )
     command = ["CUDA_VISIBLE_DEVICES=", *MAIN, "--batch-size=9999"]
     on_cpu = salloc(jobs, folder, *flags, *srun, *command)
     assert_failed(on_cpu, "^main.py: error: a step takes 9999 samples ", times=1)

@@ -65,9 +65,21 @@ def test_array(user):
     folders = set(user.checkpoints("").glob("*"))
     flags = ["--nodelist=node1", "--array=1-2", f"--output={user.logs}/%A_%a.out"]
     # One that runs on another node: some nodes share their /tmp.
-    running = user.submit("", "--nodelist=node2", "--mem=100M", "--wrap=sleep infinity")
+    other = ["--nodelist=node2", "--mem=100M", "--wrap=sleep infinity"]
+    running = user.submit("", *other)
+    # And a task of an array that was requeued, which squeue shows as one of the rest.
+    rest = user.submit("", *other, "--array=1-3%1")
+    task = f"{rest}_1"
+    user.until_found(
+        task, lambda: user.show(task)["JobState"] == "RUNNING", "a start", timeout=60
+    )
+    requeued = user.show(task)["JobId"]
+    assert user.run(["scontrol", "requeuehold", task]).exit_code == 0
+    user.until_found(
+        task, lambda: user.show(task)["JobState"] == "PENDING", "a requeue", timeout=60
+    )
     names = ["99999-cluster", "99998-cluster", "99999-another", "99997", "cache"]
-    names.append(f"{running}-cluster")
+    names += [f"{running}-cluster", f"{requeued}-cluster"]
     abandoned, *kept = folders_of_jobs = [f"/tmp/slurm-job-{name}" for name in names]
     user.on("node1", "mkdir", "-p", f"{abandoned}/data", *folders_of_jobs)
     user.on("node1", "chown", "nobody", kept[0])
@@ -76,7 +88,7 @@ def test_array(user):
     results = [user.wait(f"{array}_{task}") for task in (1, 2)]
     find = "find /tmp -maxdepth 1 -name slurm-job-*".split()
     left = user.on("node1", *find).output.split()
-    user.cancel(running)
+    user.run(["scancel", running, rest])
     user.on("node1", "rm", "-r", *kept)
     assert sorted(left) == sorted(kept)
     assert len({weights(result) for result in results}) == 2  # of two seeds
@@ -88,23 +100,30 @@ def test_array(user):
 
 
 @pytest.mark.parametrize(
-    "archives, message",
+    "archives, arguments, message",
     [
         (
             "",
+            [],
             r"^main.py: error: on node\d: no data in /tmp/slurm-job-\d+-cluster/data: "
             "for job.sh, set IMAGENET_DIR to the archives; else run prepare_data.py",
         ),
         (
             "/no/such/folder",
+            [],
             r"^prepare_data.py: error: cannot stage /no/such/folder in \S+ on node\d: "
             ".*No such file",
         ),
+        (  # With --data-dir, nothing is staged.
+            "/no/such/folder",
+            ["--data-dir", "/no/data"],
+            r"^main.py: error: on node\d: no data in /no/data: ",
+        ),
     ],
 )
-def test_missing_data(user, archives, message):
+def test_missing_data(user, archives, arguments, message):
     """One line says what to do, and the job is not tried again."""
-    result = user.wait(user.train(flags=ONE, IMAGENET_DIR=archives))
+    result = user.wait(user.train(*arguments, flags=ONE, IMAGENET_DIR=archives))
     assert (result.state, result.restarts) == ("FAILED", 0), result
     assert result.find(message), result
     for text in ("Traceback", "World size"):

@@ -1,4 +1,6 @@
-"""A name server that is busy for a moment."""
+"""Names of nodes: a name server that is busy for a moment, and a second name."""
+
+import re
 
 import pytest
 from test_launch import ONE_EACH, ONE_EPOCH, SMALL, trained
@@ -30,3 +32,28 @@ def test_late_name(jobs, archive):
     )
     assert result.find("^now there is node1$"), result
     trained(result, "multi_node", 2)
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("script", ["job.sh", "job_torchrun.sh"])
+def test_name_in_the_fast_network(jobs, tmp_path, script):
+    """The first node has another name and address there, as on JSC's machines."""
+    text = (jobs.clone / "multi_node" / script).read_text()
+    edited = tmp_path / script
+    edited.write_text(text.replace("\nmaster_suffix=\n", "\nmaster_suffix=i\n"))
+    slow = jobs.cluster.address("node1")
+    fast = re.sub(r"\d+$", "250", slow)
+    device = f"$(ip -o -4 address | awk '$4 ~ /^{slow}/ {{print $2}}')"
+    jobs.on("node1", "bash", "-c", f"ip address add {fast}/24 dev {device}")
+    for node in ("node1", "node2"):
+        jobs.on(node, "bash", "-c", f"echo {fast} node1i >> /etc/hosts")
+    try:
+        job = [*SMALL, "--nodelist=node[1-2]", *ONE_EACH, edited, *ONE_EPOCH]
+        result = jobs.sbatch("multi_node", *job)
+    finally:
+        jobs.on("node1", "bash", "-c", f"ip address del {fast}/24 dev {device}")
+        for node in ("node1", "node2"):
+            jobs.on(node, "bash", "-c", "sed '/node1i/d' /etc/hosts > /tmp/hosts")
+            jobs.on(node, "bash", "-c", "cat /tmp/hosts > /etc/hosts; rm /tmp/hosts")
+    result.output = re.sub(r"^\d+: ", "", result.output, flags=re.MULTILINE)
+    result.trained(2, batch_size=4)

@@ -126,7 +126,7 @@ def test_too_little_of_everything(jobs):
         "ask for more --gpus-per-node, or for fewer tasks"
     ), result
     assert no_room == (
-        "problem (rank 0): /mnt: 0.0 GB free, not 1: name a larger local_disk in job.sh"
+        "problem (rank 0): /mnt: 0.0 GB free, not 1: name another local_disk in job.sh"
     ), result
     assert re.fullmatch(
         r"problem \(rank 0\): the ranks on node1 take \d\.\d GiB before they train, "
