@@ -139,6 +139,7 @@ def draw_folders(path: Path, split=True) -> Drawn:
             (found.valid if held_out else found.train)[class_name, name] = data
     for name in ("README.txt", "train/class a/.hidden/00.jpg", "__MACOSX/a/._00.jpg"):
         files[f"mine/{name}"] = b"not an image"
+    files["mine/Test/00.jpg"] = data  # without a label
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".zip":
         write_zip(path, files, zipfile.ZIP_DEFLATED)
