@@ -68,7 +68,7 @@ def test_array(user):
     other = ["--nodelist=node2", "--mem=100M", "--wrap=sleep infinity"]
     running = user.submit("", *other)
     # And a task of an array that was requeued, which squeue shows as one of the rest.
-    rest = user.submit("", *other, "--array=1-3%1")
+    rest = user.submit("", *other, "--array=1-4%1")
     task = f"{rest}_1"
     user.until_found(
         task, lambda: user.show(task)["JobState"] == "RUNNING", "a start", timeout=60
