@@ -66,7 +66,7 @@ stage() {
 # torchrun takes options that are missing from variables PET_….
 launch() {
     export PET_NPROC_PER_NODE=${SLURM_GPUS_ON_NODE:-1} PET_LOCAL_ADDR=$SLURMD_NODENAME$master_suffix
-    # Or torchrun would look for the node that has the name with the suffix.
+    # Without this, no torchrun would take the name with the suffix for its own.
     export PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0))
     export OMP_NUM_THREADS=$(((SLURM_CPUS_ON_NODE - 1) / PET_NPROC_PER_NODE + 1))
     # Its processes do not get python's options, -E and -X.
