@@ -70,7 +70,7 @@ main() {
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
     # A rank's other CPUs are for its workers, which decode the images.
     export OMP_NUM_THREADS=1
-    # After a rank's success, the others have a minute (--wait).
+    # When a rank has ended, the others have a minute (--wait).
     srun --kill-on-bad-exit=1 --wait=60 "${python[@]}" main.py "${arguments[@]}"
 }
 
@@ -119,7 +119,7 @@ choose_arguments() {
         # Each task has a seed of its own, unless the arguments name one.
         arguments=(--seed="$SLURM_ARRAY_TASK_ID" "$@")
     fi
-    [[ " ${arguments[*]} " != *" --"@(synthetic|data-dir)[=\ ]* ]] || IMAGENET_DIR=""
+    case " ${arguments[*]}" in *" --synthetic"* | *" --data-dir"*) IMAGENET_DIR="" ;; esac
 }
 
 # The one rule: a job that has not finished is requeued if it got further since it started, or

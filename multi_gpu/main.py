@@ -272,7 +272,7 @@ def fail(message: str) -> NoReturn:
 
 
 def check_task() -> None:
-    """Refuse several nodes, or no srun: this would wait for the other tasks."""
+    """Refuse to start without srun: this process would wait for the other tasks."""
     tasks = environ.get("SLURM_NTASKS", "1")
     in_step = environ.get("SLURM_STEP_NUM_TASKS", "1") == tasks
     if not in_step and "TORCHELASTIC_RUN_ID" not in environ:

@@ -50,7 +50,7 @@ main() {
     # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
     export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-    # After a rank's success, the others have a minute (--wait).
+    # When a rank has ended, the others have a minute (--wait).
     srun --kill-on-bad-exit=1 --wait=60 "${python[@]}" main.py "$@"
 }
 

@@ -62,11 +62,10 @@ stage() {
     [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" --one-top-level="$LOCAL_JOB_DIR/data" ||
         fail "$(hostname) cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE"
 }
-# One torchrun a node starts a process for each of the job's GPUs there. Nodes may differ:
-# torchrun takes options that are missing from variables PET_….
+# One torchrun a node starts a process for each of the job's GPUs there. It takes what differs
+# between nodes from variables PET_…. By a name with a suffix, it would not see it is the host.
 launch() {
     export PET_NPROC_PER_NODE=${SLURM_GPUS_ON_NODE:-1} PET_LOCAL_ADDR=$SLURMD_NODENAME$master_suffix
-    # Without this, no torchrun would take the name with the suffix for its own.
     export PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0))
     export OMP_NUM_THREADS=$(((SLURM_CPUS_ON_NODE - 1) / PET_NPROC_PER_NODE + 1))
     # Its processes do not get python's options, -E and -X.

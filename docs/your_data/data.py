@@ -192,7 +192,7 @@ def check_sets(train: Dataset, *others: Dataset) -> None:
 
 
 def training_batches(data: Split, global_batch_size: int, seed: int, epoch: int):
-    """Yield this rank's share of an epoch: all ranks have as many batches."""
+    """Yield this rank's share of an epoch: equally many batches on every rank."""
     order = np.random.default_rng((seed, epoch)).permutation(len(data))
     steps = len(data) // global_batch_size
     batches = order[: steps * global_batch_size].reshape(steps, global_batch_size)
