@@ -209,6 +209,16 @@ def several(jobs, project):
 
 
 @pytest.fixture(scope="session")
+def frameworks(tmp_path_factory) -> Path:
+    """An environment with the dependency group of this name, which no job installs."""
+    environment = tmp_path_factory.mktemp("frameworks") / ".venv"
+    command = "uv sync --quiet --locked --no-default-groups --group frameworks"
+    env = os.environ | {"UV_PROJECT_ENVIRONMENT": str(environment)}
+    subprocess.run(command.split(), cwd=REPOSITORY, env=env, check=True)
+    return environment
+
+
+@pytest.fixture(scope="session")
 def user(jobs, tmp_path_factory) -> User:
     folder = tmp_path_factory.mktemp("archives")
     draw_imagenet(
