@@ -33,7 +33,7 @@ The fault matrix
 
 The seconds that the cases of ``tests/faults`` took where they passed, \
 as ``tests/fault_matrix.py`` has seen.
-`Reliability <../docs/reliability.rst>`_ says what they do. \
+`Evidence <../docs/evidence.rst>`_ says what they do. \
 An empty cell was not run, or not with the tests as they
 are now.
 

@@ -68,7 +68,8 @@ class Result:
 
 def listings(page: str, heading: str) -> list[str]:
     """Return the literal blocks of a section of a page, from the left margin."""
-    section = re.search(rf"^{heading}\n[=-]+\n(.*?)^[=-]+$", page, re.M | re.S)[1]
+    end = r"(?:^[=-]+$|\Z)"
+    section = re.search(rf"^{heading}\n[=-]+\n(.*?){end}", page, re.M | re.S)[1]
     blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", section)
     return [textwrap.dedent(block).strip("\n") for block in blocks]
 

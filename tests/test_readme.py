@@ -87,7 +87,7 @@ SCRIPTS.append("imagenet/code_checkpointing.sh")
 @pytest.mark.parametrize(
     "command",
     [
-        [sys.executable, "docs/update_readmes.py", "--check"],
+        [sys.executable, "docs/site/update_readmes.py", "--check"],
         ["ruff", "format", "--check"],
         ["ruff", "check"],
         ["shellcheck", *SCRIPTS],
@@ -164,7 +164,7 @@ def test_pictures_are_up_to_date():
         k: draw for script in scripts for k, draw in script.PICTURES.items()
     }
     for name, draw in pictures.items():
-        assert (REPOSITORY / "docs" / name).read_text() == draw(), name
+        assert (REPOSITORY / "docs" / "pictures" / name).read_text() == draw(), name
     shown = {
         Path(name).name
         for page in PAGES
@@ -173,7 +173,7 @@ def test_pictures_are_up_to_date():
     assert (
         shown
         == pictures.keys()
-        == {path.name for path in (REPOSITORY / "docs").glob("*.svg")}
+        == {path.name for path in (REPOSITORY / "docs" / "pictures").glob("*.svg")}
     )
 
 

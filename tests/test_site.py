@@ -12,11 +12,12 @@ from update_readmes import DIFFS
 
 # The group docs is not in .venv. It gets an environment of its own,
 # of 28 small packages: 4 s.
-COMMAND = "uv run --isolated --only-group docs --locked sphinx-build -W -c docs . site"
+COMMAND = "uv run --isolated --only-group docs --locked "
+COMMAND += "sphinx-build -W -c docs/site . site"
 
 
 class Page:
-    """What Sphinx and docs/templates have written, with `"` around every value."""
+    """What Sphinx and docs/site/templates have written, with `"` around every value."""
 
     def __init__(self, path: Path):
         self.path = path

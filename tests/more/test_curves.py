@@ -1,4 +1,4 @@
-"""docs/draw_curves.py draws what the log of a job says."""
+"""docs/pictures/draw_curves.py draws what the log of a job says."""
 
 import re
 import sys
@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from slurm_jobs import REPOSITORY, call
 
-SCRIPT = REPOSITORY / "docs" / "draw_curves.py"
+SCRIPT = REPOSITORY / "docs" / "pictures" / "draw_curves.py"
 
 
 def draw(log: Path, picture: Path) -> dict[str, float]:

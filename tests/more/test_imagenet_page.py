@@ -11,7 +11,8 @@ import pytest
 from slurm_jobs import IMAGENET_EPOCH_LINE, REPOSITORY, TINY, TWO, listings
 
 PAGE = (REPOSITORY / "imagenet" / "README.rst").read_text()
-RELIABILITY = (REPOSITORY / "docs" / "reliability.rst").read_text()
+EXCEPTIONS = (REPOSITORY / "docs" / "imagenet" / "exceptions.rst").read_text()
+EVIDENCE = (REPOSITORY / "docs" / "evidence.rst").read_text()
 AFTER = (REPOSITORY / "docs" / "after_a_job.rst").read_text()
 # What is smaller here: the model, and a node with one rank, one GPU and one CPU.
 SMALLER = {
@@ -52,7 +53,7 @@ def test_an_allocation_and_torchrun(user, tmp_path):
     data = {"/datasets/imagenet": user.env["IMAGENET_DIR"]}
     (allocation,) = listings(PAGE, "In an allocation")
     allocation = make_smaller(allocation, data | {"main.py": f"{train} --epochs=1"})
-    (torchrun,) = listings(PAGE, "With torchrun")
+    (torchrun,) = listings(EXCEPTIONS, "With torchrun")
     torchrun = make_smaller(torchrun, {"main.py": f"{train} --epochs=12"})
     sync, salloc, *inside, remove = joined(allocation).splitlines()
     assert (sync, salloc.split()[0]) == ("uv sync --locked", "salloc")
@@ -195,8 +196,8 @@ def test_a_sweep(user):
     assert rates == sorted(rates, reverse=True)
 
 
-def test_the_tests_that_reliability_names():
-    names = set(re.findall(r"``(test_\w+)``", RELIABILITY))
+def test_the_tests_that_evidence_names():
+    names = set(re.findall(r"``(test_\w+)``", EVIDENCE))
     files = (REPOSITORY / "tests").rglob("test_*.py")
     code = "\n".join(path.read_text() for path in files)
     assert names

@@ -7,7 +7,7 @@ import pytest
 from slurm_jobs import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-PREFLIGHT = "uv run --no-sync python preflight.py".split()
+PREFLIGHT = "uv run --no-sync python ../docs/preflight/preflight.py".split()
 ON_CPU = [*PREFLIGHT, "--cpu"]
 ONE = "--nodelist=node1 --ntasks=1 --gpus-per-node=1 --cpus-per-task=2".split()
 PAIR = ["--nodelist=node1", "--ntasks=2", "--cpus-per-task=2"]
@@ -47,7 +47,7 @@ def rows(result, header: str) -> list[list[str]]:
 def test_a_good_allocation(jobs, tmp_path, launcher):
     """In place of main.py. job_torchrun.sh binds no task to CPUs."""
     script = (REPOSITORY / "multi_node" / launcher).read_text()
-    script = script.replace('main.py "$@"', 'preflight.py --cpu "$@"')
+    script = script.replace('main.py "$@"', '../docs/preflight/preflight.py --cpu "$@"')
     (tmp_path / "job.sh").write_text(script)
     flags = [*TWO, "--gpus-per-node=1", tmp_path / "job.sh"]
     result = jobs.sbatch("multi_node", *flags, CIFAR10_ARCHIVE="", **CORES)

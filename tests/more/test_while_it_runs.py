@@ -1,4 +1,4 @@
-"""docs/interactive.rst: a debugger in one rank, and where all ranks of a job are."""
+"""docs/while_it_runs.rst: a debugger in one rank, and where all ranks of a job are."""
 
 import os
 import re
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 SHAPE = """--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1
     --mem=4G""".split()
 TRAIN = "uv run --no-sync python main.py --epochs=1 --batch-size=4"
-PAGE = (REPOSITORY / "docs" / "interactive.rst").read_text()
+PAGE = (REPOSITORY / "docs" / "while_it_runs.rst").read_text()
 LOOP = "    for images, labels in batches:\n"
 
 
@@ -102,7 +102,7 @@ def test_where_it_is(user, jobs, archive):
 
 def test_terminal_of_an_editor(user, tmp_path):
     """A shell without Slurm's variables works in a job, by the page's commands."""
-    page = (REPOSITORY / "docs" / "imagenet" / "debugging.rst").read_text()
+    page = (REPOSITORY / "docs" / "while_it_runs.rst").read_text()
     commands = re.findall(r"^    srun --jobid=1234 .* \\\n.*$", page, re.MULTILINE)
     assert len(commands) == 2
     granted = user.run(["salloc", "--no-shell", *SHAPE])

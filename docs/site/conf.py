@@ -9,8 +9,8 @@ from pathlib import Path
 
 from docutils import nodes
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "docs" / "site"))
 
 import side_by_side  # noqa: E402
 from update_readmes import DIFFS  # noqa: E402
@@ -25,17 +25,20 @@ PAGES = {
         "imagenet/README",
     ],
     "imagenet in depth": [
-        *(f"docs/imagenet/{name}" for name in ("staging", "checkpoints", "hangs")),
-        "docs/imagenet/debugging",
+        *(
+            f"docs/imagenet/{name}"
+            for name in ("staging", "checkpoints", "hangs", "exceptions")
+        )
     ],
     "Your own work": [
         *(
             f"docs/{name}"
-            for name in ("resources", "your_data", "sharded", "after_a_job", "clusters")
+            for name in ("clusters", "resources", "your_data", "sharded", "containers")
         )
     ],
-    "When it fails": ["docs/troubleshooting", "docs/interactive"],
-    "Evidence": ["docs/reliability", "docs/measured", "docs/scaling", "CONTRIBUTING"],
+    "Jobs": ["docs/preflight", "docs/while_it_runs", "docs/after_a_job"],
+    "When it fails": ["docs/troubleshooting"],
+    "Evidence": ["docs/evidence", "CONTRIBUTING"],
 }
 TOCTREE = "".join(
     f"\n.. toctree::\n   :hidden:\n   :caption: {caption}\n\n"

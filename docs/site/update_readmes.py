@@ -33,7 +33,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 CONTEXT = 3  # unchanged lines before and after the changed ones of a hunk
 MARKER = re.compile(r"\.\. (begin|end) (.*\S)\s*")
 # (old file, new file) of every pair that a page explains and shows.
@@ -74,7 +74,8 @@ def main() -> None:
         if not args.check:
             path.write_text(rendered[path], encoding="utf-8")
     if args.check and outdated:
-        sys.exit("to bring it up to date, run: uv run python docs/update_readmes.py")
+        command = "uv run python docs/site/update_readmes.py"
+        sys.exit(f"to bring it up to date, run: {command}")
 
 
 def render(readme_path: Path) -> str:

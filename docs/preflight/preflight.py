@@ -1,6 +1,6 @@
 """Look at the nodes of a job before a long training, and say what is wrong.
 
-In a job or an allocation: srun uv run --no-sync python preflight.py
+In a job or an allocation: srun uv run --no-sync python ../docs/preflight/preflight.py
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Draw the accuracy and the images/s of a run, epoch by epoch, from the log of its job.
 
 Without arguments, it draws curves.svg from curves.out, the log of a run that
-docs/measured.rst tells of. The picture takes the colour scheme of the page that shows
+docs/evidence.rst tells of. The picture takes the colour scheme of the page that shows
 it, as that of draw_ranks.py does.
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from draw_imagenet import cylinder, picture
 from draw_ranks import arrow, arrow_head, box, path, text
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = {
     "multi_gpu": "multi_gpu: a process for each GPU",
     "imagenet": "imagenet: workers that read images, and checkpoints on a shared disk",
