@@ -309,7 +309,7 @@ def find_device() -> torch.device:
     if gpus > ranks:
         logging.warning(f"warning: {ranks} of {gpus} GPUs a node are used: add tasks")
     visible = torch.cuda.device_count()
-    if visible == 1 and ranks > 1:
+    if visible == 1 < ranks:
         logging.warning("warning: use --gpus-per-node, or NCCL may fail or be slow")
     # Without a driver, take the CPU. With one, a GPU must be visible: set_device()
     # below fails if none is.
@@ -318,7 +318,10 @@ def find_device() -> torch.device:
         logging.warning("warning: no GPU found, training on the CPU")
         return torch.device("cpu", 0)
     if not torch.version.cuda and not torch.version.hip:
-        fail("this PyTorch is for CPUs: with env CUDA_VISIBLE_DEVICES= it uses them")
+        fail(
+            "this PyTorch is for CPUs only, and there is a GPU: install one for GPUs, or "
+            "write env CUDA_VISIBLE_DEVICES= before python"
+        )
     # With --gpus-per-task, a task sees its own GPU only, as number 0.
     device = torch.device("cuda", local_rank % max(1, visible))
     try:

@@ -261,7 +261,10 @@ def find_device() -> torch.device:
         logging.warning("warning: no GPU found, training on the CPU")
         return torch.device("cpu", 0)
     if not torch.version.cuda and not torch.version.hip:
-        fail("this PyTorch is for CPUs: with env CUDA_VISIBLE_DEVICES= it uses them")
+        fail(
+            "this PyTorch is for CPUs only, and there is a GPU: install one for GPUs, or "
+            "write env CUDA_VISIBLE_DEVICES= before python"
+        )
     device = torch.device("cuda", 0)
     try:
         torch.cuda.set_device(device)
