@@ -319,7 +319,7 @@ def find_device() -> torch.device:
         return torch.device("cpu", 0)
     if not torch.version.cuda and not torch.version.hip:
         fail(
-            "this PyTorch is for CPUs only, but here is a GPU: install one for GPUs, or "
+            "this PyTorch is for CPUs only, beside a GPU: install one for GPUs, or "
             "write env CUDA_VISIBLE_DEVICES= before python"
         )
     # With --gpus-per-task, a task sees its own GPU only, as number 0.
