@@ -9,7 +9,7 @@
 #SBATCH --signal=USR1@180    # and warns main.py 180 s before
 #SBATCH --requeue            # Slurm may start the job again, to resume
 #SBATCH --open-mode=append   # in the same log
-#SBATCH --propagate=NONE     # without the limits (ulimit) of the login node's shell
+#SBATCH --propagate=CORE     # of the login shell's limits (ulimit), only that on core files
 #SBATCH --wait-all-nodes=1   # start when all are ready
 # EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type,
 # and --tmp=160G if some nodes' own disks are too small for ImageNet.
@@ -62,9 +62,6 @@ main() {
     export MASTER_PORT=${MASTER_PORT:-$port}
     # If ranks cannot meet, export both as INFO to see more.
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
-    # By its source, PyTorch 2.15's new NCCL backend makes backward() wait for each all-reduce.
-    # With 0, it takes the old one.
-    export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0}
 
     # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
@@ -198,8 +195,9 @@ forget_other_jobs() {
     done
     # A port that comes with an address is another job's. By itself, it is your choice.
     [ -z "${MASTER_ADDR:-}" ] || unset MASTER_PORT
-    # After sbatch --export=…, srun would pass on only the variables named there.
-    export SLURM_EXPORT_ENV=ALL
+    # After sbatch --export=…, srun would pass on only the variables named there. Where Slurm
+    # cannot load the login environment then, bash has a PATH and its tasks have none.
+    export SLURM_EXPORT_ENV=ALL PATH
 }
 fail() {
     echo "job.sh: error: $*" >&2

@@ -1,4 +1,8 @@
-"""Train a ResNet-18 on CIFAR-10 on one node, with one process per GPU."""
+"""Train a ResNet-18 on CIFAR-10 on one node, with one process per GPU: sbatch job.sh
+
+On one H200, single_gpu reached 90.6% of the test images of a JPEG copy of CIFAR-10 in
+35 epochs. With batches of 128 images, they took 107 s.
+"""
 
 import argparse
 import functools
@@ -9,6 +13,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import contextmanager
 from os import environ
 from pathlib import Path
 from typing import NoReturn
@@ -49,8 +54,6 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     model = build_model().to(device, memory_format=torch.channels_last)
-    if args.compile:
-        model.compile()
     # backward() averages gradients over all ranks while it computes the remaining ones.
     ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     # evaluate() copies the buffers, so DDP need not. As an argument, this would warn.
@@ -79,14 +82,15 @@ def main() -> None:
             f"{rate:.0f} images/s"
         )
         check_losses(train_loss, valid_loss)
-    metrics = evaluate(model, evaluation_batches(test_set, evaluation_batch_size))
-    test_loss, test_accuracy = average(metrics)
-    logging.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
     try:
+        # Before the test: an error in it must not lose them.
         if dist.get_rank() == 0:
             save_weights(model, weights_file)
-    finally:  # All leave together: srun may end those that stay longer than the first.
-        dist.barrier()
+    finally:  # Nor does a full disk lose the test.
+        metrics = evaluate(model, evaluation_batches(test_set, evaluation_batch_size))
+        test_loss, test_accuracy = average(metrics)
+        logging.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
+        dist.barrier()  # srun may end those that stay longer than the first
         dist.destroy_process_group()
 
 
@@ -112,7 +116,6 @@ def train(model, optimizer, scheduler, scaler, batches) -> Tensor:
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # --compile would compile each batch size
 def evaluate(model, batches) -> Tensor:
     """Return the model's [sum of losses, correct, samples] over all the batches."""
     model.eval()
@@ -136,20 +139,13 @@ def setup_distributed() -> torch.device:
     environ.setdefault("MASTER_ADDR", "127.0.0.1")
     job = int(environ.get("SLURM_JOB_ID", "0"))  # port 0 is any free one
     environ.setdefault("MASTER_PORT", str(10000 + job % 20000 if job else 0))
+    # 0: not PyTorch 2.15's new NCCL backend. By its source, backward() waits in it.
+    environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     device = find_device()
     on_gpu = device.type == "cuda"
     backend = "nccl" if on_gpu else "gloo"
-    try:
-        check_master_addr()
+    with explain_failure(device):
         dist.init_process_group(backend, device_id=device if on_gpu else None)
-    except Exception as error:  # of several kinds
-        fail(
-            f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
-            f"{socket.gethostname()} ({device}) cannot join the others at "
-            f"MASTER_ADDR={environ['MASTER_ADDR']}, "
-            f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, and a "
-            f"free port there? {error}"
-        )
     return device
 
 
@@ -161,6 +157,7 @@ def compute_logits(model, images: Tensor) -> Tensor:
     return logits.float()  # A loss in bfloat16 was 2.516 where it should be 2.498.
 
 
+@functools.cache
 def find_dtype(device: torch.device) -> torch.dtype:
     """Return the type for autocast: 16 bits are several times faster on GPUs."""
     if device.type == "cpu":
@@ -242,7 +239,6 @@ def parse_args() -> argparse.Namespace:
     )
     add("--weight-decay", type=float, default=5e-4, help="L2 penalty")
     add("--seed", type=int, default=0, help="of weights, order, crops and flips")
-    add("--compile", action="store_true", help="torch.compile: 23 s slower on an H200")
     if "--synthetic" in sys.argv:  # other defaults, which options still override
         parser.set_defaults(epochs=2, batch_size=8)  # a minute or two on two cores
     return parser.parse_args()
@@ -313,12 +309,19 @@ def find_device() -> torch.device:
     if gpus > ranks:
         logging.warning(f"warning: {ranks} of {gpus} GPUs a node are used: add tasks")
     visible = torch.cuda.device_count()
+    if visible == 1 < ranks:
+        logging.warning("warning: use --gpus-per-node, or NCCL may fail or be slow")
     # Without a driver, take the CPU. With one, a GPU must be visible: set_device()
     # below fails if none is.
     has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     if visible == 0 and (not has_driver or environ.get("CUDA_VISIBLE_DEVICES") == ""):
         logging.warning("warning: no GPU found, training on the CPU")
         return torch.device("cpu", 0)
+    if not torch.version.cuda and not torch.version.hip:
+        fail(
+            "this PyTorch is for CPUs only, beside a GPU: install one for GPUs, or "
+            "write env CUDA_VISIBLE_DEVICES= before python"
+        )
     # With --gpus-per-task, a task sees its own GPU only, as number 0.
     device = torch.device("cuda", local_rank % max(1, visible))
     try:
@@ -326,28 +329,40 @@ def find_device() -> torch.device:
     except Exception as error:  # of several kinds
         fail(
             f"no GPU of {socket.gethostname()} works: {str(error).splitlines()[0]}: "
-            "ask for --gpus-per-node, or --exclude this node; to train on the CPU, "
-            "write env CUDA_VISIBLE_DEVICES= before python"
+            "ask for --gpus-per-node, start a container with --nv, or --exclude this "
+            "node; to train on the CPU, write env CUDA_VISIBLE_DEVICES= before python"
         )
     return device
 
 
-def check_master_addr() -> None:
-    """Raise OSError if rank 0 is not there. PyTorch would take minutes to say so."""
+@contextmanager
+def explain_failure(device: torch.device):
+    """End this process with one line if it cannot join the others."""
     try:
-        addresses = socket.getaddrinfo(environ["MASTER_ADDR"], 0)
+        check_master_addr()
+        yield
+    except Exception as error:  # of several kinds
+        fail(
+            f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
+            f"{socket.gethostname()} ({device}) cannot join the others at "
+            f"MASTER_ADDR={environ['MASTER_ADDR']}, "
+            f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, the port "
+            f"free there, and open between nodes (no firewall)? {error}"
+        )
+
+
+def check_master_addr() -> None:
+    """Raise OSError if rank 0's node does not answer. PyTorch would take minutes."""
+    place = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    try:
+        socket.create_connection(place, timeout=60, all_errors=True).close()
     except socket.gaierror:
         time.sleep(10)  # a name server may be busy for a moment
-        addresses = socket.getaddrinfo(environ["MASTER_ADDR"], 0)
-    if environ["RANK"] != "0" or "TORCHELASTIC_RUN_ID" in environ:
-        return
-    for family, *_, address in addresses:  # PyTorch tries all of them, too
-        try:
-            socket.socket(family).bind(address)
-            return
-        except OSError as error:
-            reason = error
-    raise reason
+        socket.getaddrinfo(*place)
+    except ExceptionGroup as errors:  # one for each of its addresses
+        # The node refuses while rank 0 is not ready. A firewall would just be silent.
+        if errors.subgroup(ConnectionRefusedError) is None:
+            raise errors.exceptions[0] from None
 
 
 def check_losses(*losses: float) -> None:

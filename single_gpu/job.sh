@@ -7,7 +7,7 @@
 #SBATCH --mem=16G            # per node
 #SBATCH --time=01:00:00      # Slurm ends the job then
 #SBATCH --no-requeue         # do not start over if a node fails
-#SBATCH --propagate=NONE     # without the limits (ulimit) of the login node's shell
+#SBATCH --propagate=CORE     # of the login shell's limits (ulimit), only that on core files
 # EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type.
 # EDIT: write the path of cifar-10-python.tar.gz after :- or export it before sbatch. If it is
 # empty, main.py downloads the data.
@@ -31,7 +31,8 @@ main() {
     # scancel or the time limit, it may stay. $RANDOM makes its name unique: whatever else is
     # on that disk is left alone.
     export LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.$RANDOM
-    trap 'rm -rf "$LOCAL_JOB_DIR"' EXIT
+    # With || : no job fails because its folder cannot be removed.
+    trap 'rm -rf "$LOCAL_JOB_DIR" || :' EXIT
     stage
 
     # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
@@ -45,6 +46,8 @@ stage() {
     mkdir "$LOCAL_JOB_DIR" || fail "$(hostname) needs its own local_disk"
     [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" --one-top-level="$LOCAL_JOB_DIR/data" ||
         fail "$(hostname) cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE"
+    # What is read-only in the archive could not be removed.
+    chmod -R u+rwX "$LOCAL_JOB_DIR"
 }
 
 # Checks before the training.
@@ -71,8 +74,9 @@ forget_other_jobs() {
     done
     # A port that comes with an address is another job's. By itself, it is your choice.
     [ -z "${MASTER_ADDR:-}" ] || unset MASTER_PORT
-    # After sbatch --export=…, srun would pass on only the variables named there.
-    export SLURM_EXPORT_ENV=ALL
+    # After sbatch --export=…, srun would pass on only the variables named there. Where Slurm
+    # cannot load the login environment then, bash has a PATH and its tasks have none.
+    export SLURM_EXPORT_ENV=ALL PATH
 }
 fail() {
     echo "job.sh: error: $*" >&2

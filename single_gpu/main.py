@@ -1,4 +1,8 @@
-"""Train a ResNet-18 on CIFAR-10 on one GPU."""
+"""Train a ResNet-18 on CIFAR-10 on one GPU. To start it: sbatch job.sh
+
+On one H200, single_gpu reached 90.6% of the test images of a JPEG copy of CIFAR-10 in
+35 epochs. With batches of 128 images, they took 107 s.
+"""
 
 import argparse
 import functools
@@ -44,8 +48,6 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     model = build_model().to(device, memory_format=torch.channels_last)
-    if args.compile:
-        model.compile()
     optimizer, scheduler = build_optimizer(model, args, global_batch_size, steps)
     # In float16, small gradients would become 0. The scaler multiplies the loss before
     # backward(), and so all gradients. It skips a step whose gradients overflow.
@@ -69,10 +71,13 @@ def main() -> None:
             f"{rate:.0f} images/s"
         )
         check_losses(train_loss, valid_loss)
-    metrics = evaluate(model, evaluation_batches(test_set, evaluation_batch_size))
-    test_loss, test_accuracy = average(metrics)
-    logging.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
-    save_weights(model, weights_file)
+    try:
+        # Before the test: an error in it must not lose them.
+        save_weights(model, weights_file)
+    finally:  # Nor does a full disk lose the test.
+        metrics = evaluate(model, evaluation_batches(test_set, evaluation_batch_size))
+        test_loss, test_accuracy = average(metrics)
+        logging.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
 
 
 def train(model, optimizer, scheduler, scaler, batches) -> Tensor:
@@ -96,7 +101,6 @@ def train(model, optimizer, scheduler, scaler, batches) -> Tensor:
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # --compile would compile each batch size
 def evaluate(model, batches) -> Tensor:
     """Return the model's [sum of losses, correct, samples] over all the batches."""
     model.eval()
@@ -118,6 +122,7 @@ def compute_logits(model, images: Tensor) -> Tensor:
     return logits.float()  # A loss in bfloat16 was 2.516 where it should be 2.498.
 
 
+@functools.cache
 def find_dtype(device: torch.device) -> torch.dtype:
     """Return the type for autocast: 16 bits are several times faster on GPUs."""
     if device.type == "cpu":
@@ -199,7 +204,6 @@ def parse_args() -> argparse.Namespace:
     )
     add("--weight-decay", type=float, default=5e-4, help="L2 penalty")
     add("--seed", type=int, default=0, help="of weights, order, crops and flips")
-    add("--compile", action="store_true", help="torch.compile: 23 s slower on an H200")
     if "--synthetic" in sys.argv:  # other defaults, which options still override
         parser.set_defaults(epochs=2, batch_size=8)  # a minute or two on two cores
     return parser.parse_args()
@@ -256,14 +260,19 @@ def find_device() -> torch.device:
     if visible == 0 and (not has_driver or environ.get("CUDA_VISIBLE_DEVICES") == ""):
         logging.warning("warning: no GPU found, training on the CPU")
         return torch.device("cpu", 0)
+    if not torch.version.cuda and not torch.version.hip:
+        fail(
+            "this PyTorch is for CPUs only, beside a GPU: install one for GPUs, or "
+            "write env CUDA_VISIBLE_DEVICES= before python"
+        )
     device = torch.device("cuda", 0)
     try:
         torch.cuda.set_device(device)
     except Exception as error:  # of several kinds
         fail(
             f"no GPU of {socket.gethostname()} works: {str(error).splitlines()[0]}: "
-            "ask for --gpus-per-node, or --exclude this node; to train on the CPU, "
-            "write env CUDA_VISIBLE_DEVICES= before python"
+            "ask for --gpus-per-node, start a container with --nv, or --exclude this "
+            "node; to train on the CPU, write env CUDA_VISIBLE_DEVICES= before python"
         )
     return device
 

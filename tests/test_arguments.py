@@ -20,7 +20,6 @@ DEFAULTS = {
     "--learning-rate": "0.2",
     "--weight-decay": "0.0005",
     "--seed": "0",
-    "--compile": "False",
 }
 ARCHIVE = "cifar-10-python.tar.gz"
 

@@ -5,10 +5,12 @@ import PyTorch: no test has more ranks than it needs. Jobs that do not concern e
 other run at the same time.
 """
 
+import os
 import re
 import shlex
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from slurm_jobs import ARGUMENTS_LINE, TEST_LINE, environment
@@ -50,6 +52,14 @@ def test_sbatch(jobs, tmp_path):
         ("multi_node", "job.sh", f"--nodes=1 {' '.join(ONE_EACH)}", 1, 1),
         ("multi_node", "job.sh", f"--nodes=1-2 --ntasks=2 {by_task}", 2, 1),
         ("multi_node", "job_torchrun.sh", f"--nodes=1 {by_task}", 2, 1),
+        # As on clusters whose Slurm counts no GPUs.
+        (
+            "multi_node",
+            "job_torchrun.sh",
+            "--nodes=1 --ntasks-per-node=2 --gpus-per-node=0",
+            2,
+            1,
+        ),
     ]
     env = {"IMAGENET_DIR": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     submitted = []
@@ -151,15 +161,19 @@ def test_log_and_arguments(jobs, archive):
 def test_variables_of_the_cluster(jobs, archive):
     """With --export, Slurm would give the tasks nothing that job.sh sets.
 
+    It has no PATH, either, where Slurm cannot load the login environment, with su.
     Where SLURM_TMPDIR is set, the data goes there, on every node, and is removed.
     """
-    disk = "/tmp/local disk"
+    disk, su = "/tmp/local disk", os.path.realpath("/bin/su")
     for node in ("node1", "node2"):
         jobs.on(node, "mkdir", disk)
-    export = f"--export=PATH,HOME,ANY_CHECKSUM,SLURM_TMPDIR,CIFAR10_ARCHIVE={archive}"
+        jobs.on(node, "mount", "--bind", "/bin/false", su)
+    export = f"--export=HOME,ANY_CHECKSUM,SLURM_TMPDIR,CIFAR10_ARCHIVE={archive}"
     flags = [*SMALL, "--nodelist=node[1-2]", *ONE_EACH, export]
     env = {"CIFAR10_ARCHIVE": "/nowhere", "SLURM_TMPDIR": disk}
     result = jobs.sbatch("multi_node", *flags, "job.sh", *ONE_EPOCH, **env)
+    for node in ("node1", "node2"):
+        assert jobs.on(node, "umount", su).exit_code == 0
     result.trained(2, batch_size=4)
     where = rf"'data_dir': '{disk}/slurm-job-{result.job}-cluster\.\d+/data'"
     assert re.search(where, result.output), result
@@ -168,14 +182,26 @@ def test_variables_of_the_cluster(jobs, archive):
 
 
 def test_two_jobs_at_once_on_one_node(jobs):
-    """Each has a port of its own, and what the user exports wins."""
+    """Each has a port of its own, and what the user exports wins.
+
+    A crash leaves no core file, though Slurm's daemon would allow one: of the login
+    shell's limits, the job has this one. It has none of the others.
+    """
+    daemon = jobs.on("node1", "pgrep", "--oldest", "slurmd").output.strip()
+    jobs.on("node1", "prlimit", "--pid", daemon, "--core=unlimited", "--nofile=9000")
+    limits = "ulimit -Sc 0 -Sn 900"
     flags = [*SMALL, "--nodelist=node1"]
     many = ["--epochs=1000", "--batch-size=4"]
     said = {"NCCL_DEBUG": "INFO", "TORCH_CPP_LOG_LEVEL": "INFO"}
     said["MASTER_PORT"] = "23459"
+    jobs.shell = ["bash", "-c", f'{limits}; exec "$@"', "bash"]
     first = jobs.submit("multi_gpu", *flags, *ONE_EACH, "job.sh", *many, **said)
+    jobs.shell = []
     jobs.until(first, r"^Epoch 1: ")
-    variables = environment(jobs.pid("node1", "main.py"))
+    pid = jobs.pid("node1", "main.py")
+    variables, limited = environment(pid), Path(f"/proc/{pid}/limits").read_text()
+    soft = dict(re.findall(r"^Max (core file size|open files) +(\w+)", limited, re.M))
+    assert soft == {"core file size": "0", "open files": "9000"}
     second = jobs.sbatch("multi_gpu", *flags, *TWO_EACH, "job.sh", *ONE_EPOCH)
     state = jobs.show(first)["JobState"]
     result = jobs.cancel(first)
@@ -212,7 +238,8 @@ def test_synthetic_under_salloc(jobs):
     lines = [line for line in result.output.splitlines() if "salloc: " not in line]
     first, *others = lines
     assert ARGUMENTS_LINE.match(first), result
-    starts = ["warning: no GPU", "World size 1: ", "Epoch 1: ", "Test loss ", "Weights"]
+    # The weights come first: an error in the test must not lose them.
+    starts = ["warning: no GPU", "World size 1: ", "Epoch 1: ", "Weights", "Test loss "]
     for line, start in zip(others, starts, strict=True):
         assert line.startswith(start), result
     # What the page has people do with the weights.

@@ -393,23 +393,6 @@ def test_learning_rate(example):
     assert rates == pytest.approx(rise + fall, rel=0.01, abs=1e-5)
 
 
-def count_compilations(main: ModuleType, batch_size: int) -> tuple:
-    """Run main() with --compile. Return what it prints and how often it compiled."""
-    output = run_main(main, batch_size, ExactModel, "--compile")["output"]
-    return output, torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.parametrize("example, world_size", [("single_gpu", 1), ("multi_gpu", 2)])
-def test_compile(example, world_size):
-    """--compile learns the same. It compiles the training once, and no evaluation."""
-    (right,) = main_on("single_gpu", 1)
-    share = MAIN_BATCH_SIZE // world_size
-    ranks = run_example(example, world_size, count_compilations, share)
-    numbers = read_numbers(ranks[0][0])
-    assert numbers == pytest.approx(read_numbers(right["output"]), abs=0.002)
-    assert [compiled for _, compiled in ranks] == [1] * world_size
-
-
 READING_FUNCTIONS = "item tolist numpy cpu __bool__ __float__ __int__ __array__".split()
 READING_OPERATORS = (
     "aten::_local_scalar_dense aten::is_nonzero aten::equal aten::nonzero".split()

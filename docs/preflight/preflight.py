@@ -23,6 +23,7 @@ from os import environ
 # Before PyTorch is imported, which reads them. job.sh's, or yours, stay.
 environ.setdefault("NCCL_DEBUG", "WARN")
 environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # one line here is pages in c10d
+environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # as in main.py
 
 import torch
 import torch.distributed as dist
@@ -70,8 +71,9 @@ def main() -> None:
         problems.append(
             f"{NODE} cannot join the others at "
             f"MASTER_ADDR={environ.get('MASTER_ADDR')}, "
-            f"MASTER_PORT={environ.get('MASTER_PORT')}: is that rank 0's node, and a "
-            f"free port there? {reason_of(error)}"
+            f"MASTER_PORT={environ.get('MASTER_PORT')}: is that rank 0's node, the "
+            "port free there, and open between nodes (no firewall)? "
+            f"{reason_of(error)}"
         )
         print_notes("problem", [mine])
         leave(1)
@@ -130,6 +132,9 @@ def look_at_gpu(local_rank: int, cpu: bool) -> dict:
     if visible == 0 and cpu:
         warnings.append("no GPU found: main.py would train on the CPU")
         return found
+    if not torch.version.cuda and not torch.version.hip:
+        problems.append("this PyTorch is for CPUs only: install one for GPUs, or --cpu")
+        return found
     try:
         device = torch.device("cuda", local_rank % max(1, visible))
         torch.ones(1, device=device).item()
@@ -138,8 +143,8 @@ def look_at_gpu(local_rank: int, cpu: bool) -> dict:
     except Exception as error:  # of several kinds, one for each thing that is missing
         problems.append(
             f"PyTorch cannot use a GPU of {NODE}, where the job has {gpus}: "
-            f"{reason_of(error)}: ask for --gpus-per-node, or, if only this "
-            f"node fails, --exclude={NODE}"
+            f"{reason_of(error)}: ask for --gpus-per-node, start a container with "
+            f"--nv, or, if only this node fails, --exclude={NODE}"
         )
         return found
     room = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
@@ -232,8 +237,9 @@ def gather(store: dist.Store, moment: str, world_size: int) -> list[dict]:
             reports.append(json.loads(store.get(key)))
         else:
             lost = (
-                f"it did not come to MASTER_ADDR={environ['MASTER_ADDR']}, or was "
-                "lost since: see what it says, or what Slurm says of it"
+                f"it did not come to MASTER_ADDR={environ['MASTER_ADDR']}, "
+                f"MASTER_PORT={environ['MASTER_PORT']}: is the port open between nodes "
+                "(no firewall)? Or it was lost since: see what it says, or Slurm"
             )
             reports.append({"rank": rank, "problem": [lost], "warning": []})
     return reports

@@ -21,7 +21,7 @@ export PYTHONPATH
 cd "$(dirname "$0")/../.."
 # The examples would take an allocation's numbers for their own.
 while read -r name; do unset "$name"; done < <(compgen -v SLURM_)
-export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0} # as job.sh
+export TORCH_DIST_USE_NCCL2=${TORCH_DIST_USE_NCCL2:-0} # as main.py
 if [ -n "${PYTHON:-}" ]; then python=("$PYTHON"); else uv sync --locked && python=(.venv/bin/python); fi
 gpus=$("${python[@]}" -c "import torch; print(torch.cuda.device_count())")
 [ "$gpus" != 0 ] || { echo "on_gpu.sh: error: PyTorch sees no GPU: nvidia-smi may say why" >&2 && exit 1; }
@@ -85,7 +85,6 @@ main.main()" --synthetic
 }
 accuracy() {
     run accuracy "${python[@]}" single_gpu/main.py --data-dir "$cifar10"
-    run accuracy-compiled "${python[@]}" single_gpu/main.py --data-dir "$cifar10" --compile
 }
 reference() { # a plain, long schedule on the same files: what accuracy is to be compared with
     run reference "${python[@]}" single_gpu/main.py --data-dir "$cifar10" --epochs 100

@@ -4,16 +4,19 @@ import io
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from slurm_jobs import REPOSITORY
 from test_checkpoint import mounted
-from test_launch import SMALL, TWO_EACH
+from test_launch import ONE_EACH, SMALL, TWO_EACH
 
 EXAMPLES = pytest.mark.parametrize(
     "example, world_size", [("single_gpu", 1), ("multi_gpu", 2), ("multi_node", 2)]
@@ -78,7 +81,7 @@ def test_full_disk(tmp_path, archive, example, world_size):
         )
         assert older.read_bytes() == OLDER and list(folder.iterdir()) == [older]
     assert status == 1, text
-    *_, test, error = text.splitlines()
+    *_, test, error = text.splitlines()  # it loses no result of the test
     assert test.startswith("Test loss "), text
     reason = "No space left on device"
     assert error == f"main.py: error: cannot write {older}: {reason}", text
@@ -97,7 +100,7 @@ def test_ranks_wait_for_the_one_that_saves(jobs, archive):
     pipe = weights.with_suffix(".pt.partial")
     os.mkfifo(pipe)
     assert jobs.run(["scontrol", "release", job]).exit_code == 0
-    jobs.until(job, "^Test loss ")
+    jobs.until(job, "^Epoch 1: ")
     time.sleep(6)
     state = jobs.show(job)["JobState"]
     if state == "RUNNING":
@@ -108,3 +111,49 @@ def test_ranks_wait_for_the_one_that_saves(jobs, archive):
     assert "conv1.weight" in torch.load(io.BytesIO(saved), weights_only=True)
     assert weights.exists() and not pipe.exists()
     weights.unlink()
+
+
+# It stands for Python, which a job of the user nobody cannot read here. Only what
+# job.sh does with the data is tested.
+STAND_IN = """#!/bin/sh
+ls "$LOCAL_JOB_DIR/data/train"
+case "$*" in *--lock) chmod a-w "$LOCAL_JOB_DIR/data/train" ;; esac
+"""
+
+
+@pytest.mark.parametrize("script", ["single_gpu/job.sh", "multi_node/job.sh"])
+def test_read_only_data(jobs, script):
+    """An archive of read-only folders, from which even its owner can remove nothing.
+
+    They go after the job. Folders that the training itself makes read-only stay, and
+    the job has succeeded all the same.
+    """
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        folder = Path(name)
+        train, example = folder / "set" / "train", folder / "example"
+        python = folder / ".venv" / "bin" / "python"
+        for path in (train, example, python.parent):
+            path.mkdir(parents=True)
+        for path in (folder, example):
+            path.chmod(0o777)
+        (train / "1.jpg").write_text("an image")
+        train.chmod(0o555)
+        archive = folder / "set.tar"
+        subprocess.run(["tar", "-C", folder / "set", "-cf", archive, "."], check=True)
+        python.write_text(STAND_IN)
+        python.chmod(0o755)
+        shutil.copy(REPOSITORY / script, example)
+        (example / "main.py").touch()
+        flags = [*SMALL, *ONE_EACH, "--nodes=1", "--nodelist=node1"]
+        flags += [f"--chdir={example}", f"--output={folder}/%j.out"]
+        for arguments, is_left in (([], False), (["--lock"], True)):
+            jobs.shell = "setpriv --reuid=65534 --regid=65534 --clear-groups".split()
+            command = [*flags, example / "job.sh", *arguments]
+            job = jobs.submit("", *command, CIFAR10_ARCHIVE=str(archive))
+            jobs.shell = []
+            result = jobs.wait(job)
+            log = (folder / f"{job}.out").read_text()
+            found = jobs.on("node1", "bash", "-c", f"echo /tmp/slurm-job-{job}-*")
+            jobs.on("node1", "bash", "-c", f"rm -rf /tmp/slurm-job-{job}-*")
+            assert result.state == "COMPLETED" and "\n1.jpg\n" in log, log
+            assert ("*" not in found.output) == is_left, log
