@@ -68,15 +68,9 @@ class Images:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A checksum, the same however the images are staged, if not resized.
-
-        It is of all names and labels, and of a hundred images: more would take long.
-        """
+        """A checksum of all names and labels. An image may be repaired in a run."""
         digest = hashlib.sha256(self.index["name"].tobytes())
         digest.update(self.labels.tobytes())
-        for i in range(0, len(self), len(self) // 100 + 1):
-            with self.naming(i):
-                digest.update(self.read_bytes(i).numpy())
         return digest.hexdigest()
 
     def name(self, i: int) -> str:
@@ -351,11 +345,20 @@ def load_batches(
     """
     share = batches[:, dist.get_rank() :: dist.get_world_size()]
     loader.batch_sampler.set_epoch(epoch, share)
-    for batch in loader:
-        if device.type == "cuda":
-            # Or the CPU would wait for the copy, and for all the GPU's work before it.
-            batch = [part.pin_memory() for part in batch]
-        yield [part.to(device, non_blocking=True) for part in batch]
+    sockets = multiprocessing.util.get_temp_dir()
+    try:
+        os.stat(sockets)  # a worker without its socket would keep this rank waiting
+        for batch in loader:
+            if device.type == "cuda":
+                # Or the CPU would wait for the copy, and for the GPU's work before it.
+                batch = [part.pin_memory() for part in batch]
+            yield [part.to(device, non_blocking=True) for part in batch]
+    except FileNotFoundError:
+        os.makedirs(sockets, exist_ok=True)  # Python wants to remove it at the end
+        raise StagingError(
+            f"{HOST} has lost {sockets}, with the sockets of its workers: does another "
+            "job's epilog, or a cleaner, remove files there?"
+        ) from None
 
 
 def normalize(images: Tensor) -> Tensor:
