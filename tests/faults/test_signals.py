@@ -17,7 +17,6 @@ from slurm_jobs import (
     environment,
     every_case,
     stop,
-    weights,
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
