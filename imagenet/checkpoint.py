@@ -7,13 +7,13 @@ import os
 import re
 import time
 import zipfile
-from collections.abc import Callable
 from os import environ
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from run import Run, RunError
+from ranks import RunError, do_on_rank_0, gather
+from run import Run
 
 
 class Checkpoints:
@@ -60,6 +60,12 @@ class Checkpoints:
             raise RunError(
                 f"{path} is of another run, with {'; '.join(changed)}: "
                 "go on as it began, or choose another --checkpoint-dir"
+            )
+        images, ranks = state["global_batch_size"], dist.get_world_size()
+        if images < ranks:
+            raise RunError(
+                f"{path} is of a run with {images} images a step, and there are "
+                f"{ranks} ranks: resume with {images} ranks or fewer"
             )
         logging.info(f"Resuming from {path}")
         return state
@@ -117,7 +123,9 @@ class Checkpoints:
         write(state, path)
         try:
             if "GOT_FURTHER" in environ:  # for job.sh
-                Path(environ["GOT_FURTHER"]).touch()
+                got_further = Path(environ["GOT_FURTHER"])
+                got_further.parent.mkdir(parents=True, exist_ok=True)
+                got_further.touch()
             for old in self._paths()[self.keep :]:
                 old.unlink()
         except OSError as error:  # The checkpoint is whole.
@@ -138,33 +146,6 @@ class Checkpoints:
             f"another run writes to {self.folder}: choose another --checkpoint-dir; "
             "where its node is gone, and there is no such run, remove the file lock"
         )
-
-
-def do_on_rank_0(failure: str, function: Callable, *arguments):
-    """Call a function on rank 0 while the others wait; return on all what it returns.
-
-    An error there is raised as RunError on all, with `failure` and the reason.
-    """
-    answer = None
-    if dist.get_rank() == 0:
-        try:
-            answer = function(*arguments)
-        except RunError as error:
-            answer = error
-        except OSError as error:
-            answer = RunError(f"{failure}: {error.strerror or error}")
-    answers = [answer]
-    dist.broadcast_object_list(answers, src=0)
-    if isinstance(answers[0], RunError):
-        raise answers[0]
-    return answers[0]
-
-
-def gather(value) -> list:
-    """Return what each rank has given, on all ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def write(state: dict, path: Path) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from checkpoint import Checkpoints
-from run import Run, RunError, StopRequested
+from ranks import RunError, StopRequested
+from run import Run
 from torch import Tensor
 from watch import Watch
 

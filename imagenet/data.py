@@ -9,8 +9,9 @@ import io
 import json
 import logging
 import math
-import multiprocessing.util
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -68,15 +69,9 @@ class Images:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A checksum, the same however the images are staged, if not resized.
-
-        It is of all names and labels, and of a hundred images: more would take long.
-        """
+        """A checksum of all names and labels. An image may be repaired in a run."""
         digest = hashlib.sha256(self.index["name"].tobytes())
         digest.update(self.labels.tobytes())
-        for i in range(0, len(self), len(self) // 100 + 1):
-            with self.naming(i):
-                digest.update(self.read_bytes(i).numpy())
         return digest.hexdigest()
 
     def name(self, i: int) -> str:
@@ -292,12 +287,20 @@ def build_loader(data_set: Dataset, workers: int) -> DataLoader:
         worker_init_fn=start_worker,
     )
     if workers:
-        # Made before the fork, the sockets' folder is this process's, which removes it.
-        # A killed worker would leave its own.
-        multiprocessing.util.get_temp_dir()
+        socket_folder()
         iter(loader)  # starts them
         atexit.register(end_workers)
     return loader
+
+
+@functools.cache  # for both loaders
+def socket_folder() -> str:
+    """Make the folder of the workers' sockets. Of a killed worker, this removes all."""
+    folder = tempfile.mkdtemp(prefix="sockets-")
+    # Python's own way to make it ends in a traceback if it is gone at the end.
+    multiprocessing.current_process()._config["tempdir"] = folder
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def start_worker(worker: int) -> None:
@@ -351,11 +354,18 @@ def load_batches(
     """
     share = batches[:, dist.get_rank() :: dist.get_world_size()]
     loader.batch_sampler.set_epoch(epoch, share)
-    for batch in loader:
-        if device.type == "cuda":
-            # Or the CPU would wait for the copy, and for all the GPU's work before it.
-            batch = [part.pin_memory() for part in batch]
-        yield [part.to(device, non_blocking=True) for part in batch]
+    try:
+        os.stat(socket_folder())  # without it, a worker would never answer
+        for batch in loader:
+            if device.type == "cuda":
+                # Or the CPU would wait for the copy, and for the GPU's work before it.
+                batch = [part.pin_memory() for part in batch]
+            yield [part.to(device, non_blocking=True) for part in batch]
+    except FileNotFoundError:
+        raise StagingError(
+            f"{HOST} has lost {socket_folder()}, with the sockets of its workers: does "
+            "another job's epilog, or a cleaner, remove files there?"
+        ) from None
 
 
 def normalize(images: Tensor) -> Tensor:

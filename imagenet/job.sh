@@ -43,7 +43,9 @@ main() {
     # scancel or the time limit, it may stay. A requeued job finds it again by this name.
     export LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME
     # main.py makes this file when it saves a checkpoint of a later step than it started from.
-    export GOT_FURTHER=$LOCAL_JOB_DIR/got_further-$RANDOM$RANDOM
+    # It is on the shared disk: a site may empty the node's.
+    export GOT_FURTHER=${SCRATCH:-$PWD}/checkpoints/got_further-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME
+    rm -f "$GOT_FURTHER"
     trap 'ended_by_slurm=yes' TERM
     # Without this, Slurm's warning could end this shell. It is for main.py, which then saves.
     trap : USR1
@@ -123,10 +125,12 @@ choose_arguments() {
 # if Slurm preempted it. Otherwise it fails. This runs however the script ends.
 finish() {
     status=$?
+    # The copy of the code may be gone.
+    cd "$JOB_WORK_DIR"
+    if rm "$GOT_FURTHER" 2> /dev/null; then got_further=yes; fi
     # Slurm is ending this job itself, and decides whether it comes back. Remove nothing: ranks
     # may still be saving there.
     [ -z "${ended_by_slurm:-}" ] || exit "$status"
-    [ ! -e "$GOT_FURTHER" ] || got_further=yes
     # One task of an array is 7_3.
     this_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
     # This waits until Slurm's controller answers. The next lines need it, too.

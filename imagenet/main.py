@@ -31,12 +31,13 @@ from data import (
     normalize,
     training_batches,
 )
-from run import Run, RunError, StopRequested, find_commit, get_recipe, rebuild_buckets
+from ranks import RunError, StopRequested
+from run import Run, find_commit, get_recipe, rebuild_buckets
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
 from tqdm import tqdm
-from watch import Watch, watch_start
+from watch import Watch
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
     logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
     train_set, valid_set = load_data(args)
     loaders = [build_loader(part, args.workers) for part in (train_set, valid_set)]
-    start = watch_start(6 * args.timeout)  # ranks start at different times
+    watch = Watch(args)
     device = setup_distributed()
     catch_stop_signals()  # a run that is stopped from here on is saved
     dtype = find_dtype(device)
@@ -90,8 +91,7 @@ def main() -> None:
     if saved:
         run.load_state_dict(saved)
         del saved  # or it takes as much memory as the model, to the end
-    watch = Watch(checkpoints.folder, device, args, run)
-    start.cancel()
+    watch.begin(checkpoints.folder, device, run)
     coordinator = Coordinator(run, checkpoints, watch, args)
     status = 0
     try:
@@ -206,8 +206,8 @@ def setup_distributed() -> torch.device:
         dist.init_process_group(
             backend,
             device_id=device if on_gpu else None,
-            # Ranks wait so long while rank 0 saves. watch.py ends a hang much earlier.
-            timeout=timedelta(minutes=30),
+            # watch.py ends a hang much earlier. A job may be suspended for long.
+            timeout=timedelta(days=7),
         )
     return device
 

@@ -11,16 +11,9 @@ from os import environ
 from pathlib import Path
 
 import torch
+from ranks import RunError
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-
-
-class RunError(Exception):
-    """Why a run must end, in one line; raised on all ranks at once."""
-
-
-class StopRequested(Exception):
-    """Slurm asks the job to end, and the run is saved; raised on all ranks at once."""
 
 
 @dataclass

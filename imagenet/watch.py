@@ -15,28 +15,28 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoint import gather
+from ranks import gather
 from run import Run
+
+# Seconds for what may take long on one rank, for which the others wait.
+SLOW = 30 * 60
 
 
 class Watch:
     """All that watches one run. Its files are in the run's checkpoint folder."""
 
-    def __init__(
-        self,
-        folder: Path,
-        device: torch.device,
-        args: argparse.Namespace,
-        run: Run,
-    ):
-        self.compiles = args.compile
-        self.on_gpu = device.type == "cuda"
-        self.profile = start_profile(folder, device) if args.profile else None
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
         self.hangs = HangWatch(args.timeout)
+
+    def begin(self, folder: Path, device: torch.device, run: Run) -> None:
+        """Watch the training, too. All ranks have met."""
+        self.on_gpu = device.type == "cuda"
+        self.profile = start_profile(folder, device) if self.args.profile else None
+        self.hangs.connect()
         with self.hangs.paused():
-            # Rank 0 may wait here for W&B's server, for 90 seconds. The others may have
-            # failed to make the group of the watch sooner than it.
-            self.tracker = Tracker(folder, args, run)
+            # Rank 0 may wait here for W&B's server, for 90 seconds.
+            self.tracker = Tracker(folder, self.args, run)
             dist.barrier()
 
     def batches(self, batches: Iterable) -> Iterator:
@@ -50,8 +50,8 @@ class Watch:
         for batch in batches:
             self.waits.append((begin, self._now()))
             # The first step may compile, which takes longer than a hang.
-            compiling = self.compiles and self.steps == 0
-            self.hangs.tick(working, compiling)
+            compiling = self.args.compile and self.steps == 0
+            self.hangs.tick(working, SLOW if compiling else None)
             self.steps += 1
             yield batch
             if compiling:  # on a GPU, this rank may be here long before the others
@@ -84,10 +84,10 @@ class Watch:
         return speed, words
 
     def close(self) -> None:
-        """Stop watching: on all ranks, before the process group is destroyed."""
+        """End the profile and the metrics. Other ranks may wait for rank 0 to do so."""
+        self.hangs.tick("ends", SLOW)
         if self.profile:
             self.profile.stop()
-        self.hangs.close()
         self.tracker.close()
 
     def _now(self):
@@ -106,23 +106,6 @@ class Watch:
         return sum(begin.elapsed_time(end) for begin, end in self.waits) / 1000
 
 
-def watch_start(timeout: float) -> threading.Timer:
-    """End this rank after `timeout` s, unless cancelled. Later, HangWatch does so."""
-
-    def end() -> None:
-        log_stacks(
-            f"has not begun to train after {timeout} s: another rank or its node is "
-            "gone, MASTER_ADDR is not rank 0's node, or NCCL cannot use the network, "
-            "see NCCL_SOCKET_IFNAME"
-        )
-        os._exit(1)
-
-    timer = threading.Timer(timeout, end)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
 def log_stacks(message: str) -> None:
     """Say what is wrong with this rank, and what its threads are doing."""
     # All in one piece: other ranks write to the same log.
@@ -136,22 +119,31 @@ def log_stacks(message: str) -> None:
 
 
 class HangWatch:
-    """Names the rank that hangs, shows the stacks of all, and ends this rank.
+    """Ends this rank when its main thread does not move, and lets the log say why.
 
-    A rank hangs when its main thread has not called `tick` for `timeout` seconds,
-    unless what it does may be slow. Then a thread of this class says what that rank is
-    doing. If a rank is stopped or gone, the threads of the others say so, because its
-    thread does not come to their barrier. They wait there for a part of `timeout`: so
-    they name it before any rank ends. While C code holds Python's lock, no thread of
-    this class runs: then faulthandler shows the stacks, and ends this rank.
+    A thread counts the time by its own naps: none passes while Slurm suspends the job.
+    Of a hang, it shows the stacks, and then waits for the threads of the other ranks,
+    which do the same. A rank whose thread does not come is stopped or gone, or its C
+    code keeps Python's lock: it is named.
     """
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        self.hosts = gather(socket.gethostname())
         self.group = None
-        # Where rank 0 is stopped, its barrier ends for the others after this timeout.
-        limit = timedelta(seconds=0.85 * timeout)
+        self.clock = 0.0  # in seconds
+        # Ranks start at different times.
+        self.tick(
+            "has not begun to train: another rank or its node is gone, MASTER_ADDR is "
+            "not rank 0's node, a firewall closes MASTER_PORT there, or NCCL cannot "
+            "use the network, see NCCL_SOCKET_IFNAME",
+            6 * timeout,
+        )
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def connect(self) -> None:
+        """Let the threads of all ranks meet later, in a group of their own."""
+        self.hosts = gather(socket.gethostname())
+        limit = timedelta(seconds=0.3 * self.timeout)
         try:
             self.group = dist.new_group(backend="gloo", timeout=limit)
         except RuntimeError as error:
@@ -160,78 +152,49 @@ class HangWatch:
                 f"reach each other with gloo, see GLOO_SOCKET_IFNAME: {error!r}"
             )
         self.tick("has not asked for a batch yet")
-        self.closed = threading.Event()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
 
-    def tick(self, doing: str, may_be_slow: bool = False) -> None:
-        """Say that the main thread moves, and what it is about to do."""
-        self.doing, self.last_tick = doing, time.monotonic()
-        self.may_be_slow = may_be_slow
+    def tick(self, doing: str, limit: float | None = None) -> None:
+        """Say that the main thread moves, and what it does for at most `limit` s."""
+        self.doing, self.last_tick = doing, self.clock
+        self.limit = limit or 0.7 * self.timeout  # the rest is for _name_missing()
 
     @contextlib.contextmanager
     def paused(self):
         """Give time to what may take long. All ranks enter it: others wait."""
-        self.tick(self.doing, may_be_slow=True)
+        self.tick(self.doing, SLOW)
         yield
         self.tick(self.doing)
 
-    def close(self) -> None:
-        self.closed.set()
-        self.thread.join()
-        faulthandler.cancel_dump_traceback_later()
-
     def _run(self) -> None:
-        closing = False
-        while not closing:
-            # faulthandler ends this rank, unless this thread comes here again in time.
-            faulthandler.cancel_dump_traceback_later()
-            if not self.may_be_slow:
-                faulthandler.dump_traceback_later(self.timeout, exit=True)
-            # At the end: once more, to tell the others.
-            closing = self.closed.wait(self.timeout / 40)
-            if self.group:
-                self._meet(closing)
-            if self.may_be_slow:
-                continue
-            last_tick = self.last_tick
-            seconds = time.monotonic() - last_tick
-            if seconds > 0.9 * self.timeout:
-                log_stacks(f"has not moved for {seconds:.0f} s: it {self.doing}")
-                # When the first rank has ended, srun kills the others. Until then, they
-                # show their stacks, too. The main thread may still move.
-                self.closed.wait(0.1 * self.timeout)
-                if last_tick == self.last_tick:
-                    os._exit(1)
+        nap = self.timeout / 100
+        while self.clock - self.last_tick < self.limit:
+            time.sleep(nap)
+            self.clock += nap
+        log_stacks(f"has not moved for {self.limit:.0f} s: it {self.doing}")
+        self._name_missing()
+        os._exit(1)  # srun ends the other ranks
 
-    def _meet(self, closing: bool) -> None:
-        """Wait for the threads of all ranks, and name those that do not come."""
+    def _name_missing(self) -> None:
+        """Wait until all ranks have shown their stacks, and name those that do not."""
+        limit = 0.15 * self.timeout
+        if not self.group:
+            return time.sleep(limit)
         missing = []
         try:
-            limit = timedelta(seconds=0.7 * self.timeout)
-            dist.monitored_barrier(self.group, limit, wait_all_ranks=True)
-            # A thread that closes comes no more. All hear of it, and meet no more.
-            any_closing = torch.tensor(float(closing))
-            dist.all_reduce(any_closing, group=self.group)
-            if not any_closing:
-                return
+            dist.monitored_barrier(self.group, timedelta(seconds=limit), True)
         except RuntimeError as error:
-            if self.may_be_slow:
-                # It may wait for a rank that is gone. So it gets no more time than a
-                # step does, from now on.
-                self.tick(self.doing)
             if found := re.search(r"Ranks ([\d, ]+) failed", str(error)):
                 missing = [int(rank) for rank in found[1].split(",")]
-            elif "Timed out" in str(error):
+            elif "Timed out" in str(error):  # of the group: rank 0 would answer sooner
                 missing = [0]
             elif dist.get_rank() == 0:
                 logging.error(f"error: a rank does not answer: {error!r}")
             # On the other ranks, another error says no more than rank 0 does.
-        self.group = None  # an error has broken it
         for rank in missing:
             logging.error(
-                f"error: rank {rank} on {self.hosts[rank]} does not answer: "
-                "it is stopped or has ended, or its node or the network is down"
+                f"error: rank {rank} on {self.hosts[rank]} does not answer: it is "
+                "stopped or has ended, its C code keeps Python's lock, or its node or "
+                "the network is down"
             )
 
 

@@ -41,7 +41,8 @@ sys.path.append(str(REPOSITORY / "imagenet"))
 import run as run_module  # noqa: E402
 from checkpoint import Checkpoints, check, default_checkpoint_dir, read  # noqa: E402
 from coordinator import Coordinator, catch_stop_signals, stop_signals  # noqa: E402
-from run import Run, RunError, StopRequested  # noqa: E402
+from ranks import RunError, StopRequested  # noqa: E402
+from run import Run  # noqa: E402
 
 # Ranks
 

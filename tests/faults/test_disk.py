@@ -1,8 +1,10 @@
 """Checkpoints and data that are damaged, missing or not the run's, and full disks."""
 
 import contextlib
+import os
 import re
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,6 +129,25 @@ def test_bad_picture(user, tmp_path):
     message = r"main.py: error: .*n0000000\d_\d+.JPEG"
     assert re.match(message, errors(result)[0]), result
     assert len(set(errors(result))) <= 2, result  # one for each node
+
+
+def test_a_node_is_emptied(user, same_end):
+    """An epilog of another job removes the folder: one line names it.
+
+    What was saved counts, and the data is staged again.
+    """
+    job = user.train(*EPOCHS, "--save-steps=3")
+    rank = user.stop_rank(job)
+    folder = f"/tmp/slurm-job-{job}-cluster"
+    for node in ("node1", "node2"):
+        assert user.on(node, "rm", "-r", folder).exit_code == 0
+    os.kill(rank, signal.SIGCONT)
+    result = same_end(job)
+    pattern = (
+        rf"main.py: error: node\d has lost {folder}/pymp-\w+, with the sockets of "
+    )
+    assert all(re.match(pattern, error) for error in errors(result)), result
+    assert errors(result) and "Traceback" not in result.output, result
 
 
 def test_folder_that_cannot_be_removed(user, undisturbed):

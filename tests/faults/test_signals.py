@@ -17,7 +17,6 @@ from slurm_jobs import (
     environment,
     every_case,
     stop,
-    weights,
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -132,21 +131,19 @@ def test_array(user, same_end):
     same_end(first)
 
 
-@pytest.mark.parametrize("seconds", every_case(4, 25))
-def test_suspended(user, undisturbed, seconds):
-    """A job may be suspended, even for longer than its ranks wait for each other."""
-    job = user.train(*EPOCHS, "--save-steps=3", "--timeout=15")
-    user.until_file(job, "*-step-000003.pt")
+def test_suspended(user, same_end):
+    """Suspended for longer than --timeout, before it has saved, a job just goes on."""
+    job = user.train(*EPOCHS, "--timeout=15")
+    user.until(job, "^World size")
     assert user.run(["scontrol", "suspend", job]).exit_code == 0
     user.until_found(
         job, lambda: user.show(job)["JobState"] == "SUSPENDED", "suspension", 20
     )
     # The length of the suspension, not a wait for something.
-    user.run(["sleep", seconds])
+    user.run(["sleep", 20])
     assert user.run(["scontrol", "resume", job]).exit_code == 0
-    result = user.wait(job)
-    assert weights(result) == undisturbed
-    assert seconds > 15 or result.restarts == 0
+    result = same_end(job, restarts=0)
+    assert "does not answer" not in result.output, result
 
 
 @contextlib.contextmanager
