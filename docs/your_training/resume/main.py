@@ -60,8 +60,8 @@ if path[0]:
     model.module.load_state_dict(saved["model"])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]})
     first, done = saved["epoch"], saved["done"]
+    again = int(done[1]) % world_size  # with another number of ranks
     if rank == 0:
-        again = int(done[1]) % world_size  # with another number of ranks
         print(f"Resumed {path[0]}: epoch {first}, {done[1]:.0f} samples, {again} again")
 
 
@@ -105,22 +105,20 @@ for epoch in range(first, epochs):
         torch.manual_seed(hash((epoch, mine, rank)))  # the same after a resume
         steps += 1
         if steps == meeting:  # the ranks agree whether to save, and whether to stop
-            now = time.monotonic()
-            wishes = [now - saved_at > 600, bool(warned), steps / (now - met_at)]
-            sums = torch.cat([metrics, metrics.new_tensor(wishes)])
+            due = time.monotonic() - saved_at > 600
+            speed = steps / (time.monotonic() - met_at)
+            sums = torch.cat([metrics, metrics.new_tensor([due, len(warned), speed])])
             dist.all_reduce(sums)
             *_, due, stop, speed = sums.tolist()
             if due or stop:
-                state = {"model": model.module.state_dict(), "epoch": epoch}
-                state |= {"optimizer": optimizer.state_dict()["state"]}
-                state |= {"done": sums[:2]}
-                save("checkpoint.pt", state)
+                momentum = optimizer.state_dict()["state"]  # the rate is the script's
+                state = {"model": model.module.state_dict(), "optimizer": momentum}
+                save("checkpoint.pt", state | {"epoch": epoch, "done": sums[:2]})
                 saved_at = time.monotonic()
             if stop:
                 raise SystemExit(1)  # not finished: job.sh starts the job again
             steps, met_at = 0, time.monotonic()
-            # After two seconds or 20 steps: Slurm does not wait long.
-            meeting = max(1, min(20, int(2 * speed / world_size)))
+            meeting = max(1, min(20, int(2 * speed / world_size)))  # two seconds
     dist.all_reduce(metrics)
     total, count = metrics
     if rank == 0:
