@@ -1,0 +1,66 @@
+"""Accelerate: saves when Slurm warns, and goes on in the middle of the epoch."""
+
+import glob
+import os
+import shutil
+import signal
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+os.environ["RANK"] = os.environ["SLURM_PROCID"]
+os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+warned = []  # by Slurm: USR1 before the time limit, TERM before a preemption
+for name in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(name, lambda number, frame: warned.append(number))
+ordered = DataLoaderConfiguration(use_seedable_sampler=True)  # by the seed and the epoch
+cpu = not torch.cuda.is_available()  # without it, ranks on CPUs would train alone
+accelerator = Accelerator(cpu=cpu, dataloader_config=ordered)
+torch.manual_seed(0)
+points = torch.rand(16384, 2)  # your data
+dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
+loader = DataLoader(dataset, 64, shuffle=True, drop_last=True)
+model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+run_dir, batch_size = os.environ["RUN_DIR"], 64 * accelerator.num_processes
+
+
+def save(epoch, samples):
+    accelerator.save_state(f"{run_dir}/partial")
+    accelerator.wait_for_everyone()  # until all have saved
+    if accelerator.is_main_process:
+        old = glob.glob(f"{run_dir}/checkpoint-*")
+        os.rename(f"{run_dir}/partial", f"{run_dir}/checkpoint-{epoch:04}-{samples:012}")
+        for folder in old:
+            shutil.rmtree(folder)
+    accelerator.wait_for_everyone()
+
+
+found = max(glob.glob(f"{run_dir}/checkpoint-*"), default=f"{run_dir}/-0-0")
+first, done = map(int, found.split("-")[-2:])
+if not found.endswith("/-0-0"):
+    accelerator.load_state(found)
+for epoch in range(first, 5):
+    loader.set_epoch(epoch)
+    for inputs, targets in skip_first_batches(loader, done // batch_size):
+        loss = F.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        done += batch_size
+        if done // batch_size % 10 == 0:  # ten steps must take less than the warning
+            if accelerator.reduce(torch.tensor(len(warned), device=loss.device)) > 0:
+                save(epoch, done)
+                raise SystemExit(1)  # not finished: job.sh starts the job again
+    done = 0
+    model.eval()
+    with torch.no_grad():
+        loss = F.cross_entropy(model(dataset.tensors[0]), dataset.tensors[1])
+    model.train()
+    accelerator.print(f"Epoch {epoch}: loss {loss:.4f}", flush=True)
+    save(epoch + 1, 0)

@@ -1,0 +1,66 @@
+"""Trainer: saves when Slurm warns, and goes on in the middle of the epoch."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+os.environ["RANK"] = os.environ["SLURM_PROCID"]
+os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+run_dir = Path(os.environ["RUN_DIR"])
+warned = []  # by Slurm: USR1 before the time limit, TERM before a preemption
+for name in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(name, lambda number, frame: warned.append(number))
+
+
+class SaveAndStop(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        self.stop = torch.zeros(1, device=args.device)
+        if state.global_step % 10 == 0 and state.epoch % 1 > 0:  # no epoch's last step
+            self.stop += len(warned)
+            dist.all_reduce(self.stop)
+            control.should_save |= self.stop.item() > 0
+
+    def on_save(self, args, state, control, **kwargs):
+        dist.barrier()  # until all have saved
+        if self.stop > 0:
+            raise SystemExit(1)  # not finished: job.sh starts the job again
+
+
+class Model(nn.Sequential):
+    def forward(self, inputs, labels):
+        logits = super().forward(inputs)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+torch.manual_seed(0)
+points = torch.rand(16384, 2)  # your data
+targets = (points.square().sum(1) < 0.64).long()
+dataset = [{"inputs": x, "labels": y} for x, y in zip(points, targets, strict=True)]
+args = TrainingArguments(
+    run_dir,
+    use_cpu=not torch.cuda.is_available(),
+    num_train_epochs=5,
+    per_device_train_batch_size=64,
+    learning_rate=0.01,
+    eval_strategy="epoch",
+    per_device_eval_batch_size=4096,
+    save_total_limit=2,
+    ddp_find_unused_parameters=False,
+    disable_tqdm=True,
+)
+model = Model(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
+trainer = Trainer(
+    model, args, train_dataset=dataset, eval_dataset=dataset, callbacks=[SaveAndStop()]
+)
+# A job that was killed while it saved leaves a folder without this file.
+whole = [path.parent for path in run_dir.glob("checkpoint-*/trainer_state.json")]
+last = max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
+trainer.train(resume_from_checkpoint=last and str(last))
+trainer.save_model(run_dir / "model")
