@@ -13,7 +13,7 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
@@ -22,8 +22,13 @@ import numpy as np
 TRAIN = "ILSVRC2012_img_train.tar"  # a tar of a tar for each class
 VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-SPLITS = ("train", "val", "test")
 IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".webp")
+# Training, seg_test, validation: folders that are called so are splits, not classes.
+SPLIT = re.compile("(^|[^a-z])(train|val|test)", re.IGNORECASE)
+# And what macOS and file servers add to folders.
+HIDDEN = re.compile(
+    r"(^|/)(\.|__MACOSX/|@eaDir/|#recycle/|#snapshot/|\$RECYCLE\.BIN/|lost\+found/)"
+)
 HOST = socket.gethostname()
 
 
@@ -131,24 +136,32 @@ def list_images(file: BinaryIO, devkit: Devkit | None) -> list[Member]:
 
 
 def list_tree(folder: Path) -> list[Member]:
-    """Return the images of a tree: train/CLASS/, val/CLASS/, and folders in these."""
+    """Return the images of a tree: of train/CLASS/ and val/CLASS/, or of CLASS/."""
+    tops = [folder / "train", folder / "val"]
+    if not tops[0].is_dir():
+        tops = [folder]
+    names = [path.removeprefix(f"{folder}/") for top in tops for path in walk(top)]
+    depths = {name.count("/") for name in names if is_image(name)}
+    if tops == [folder] and 1 not in depths:
+        raise StagingError(f"{folder} has neither train/CLASS/ nor CLASS/ with images")
+    members = [Member(check_name(name, str(folder))) for name in names]
+    return find_images(members, str(folder), {})
+
+
+def walk(top: Path) -> Iterator[str]:
+    """Yield all paths below a folder. Those of folders end in a slash."""
 
     def fail(error: OSError) -> None:
         raise error
 
-    members = []
-    for split in ("train", "val"):
-        seen = set()
-        for path, _, names in os.walk(folder / split, onerror=fail, followlinks=True):
-            if (real := os.path.realpath(path)) in seen:
-                raise StagingError(f"{path} is {real} again: remove a link")
-            seen.add(real)
-            place = os.path.relpath(path, folder)
-            members.append(Member(f"{place}/"))
-            members += [
-                Member(check_name(f"{place}/{name}", str(folder))) for name in names
-            ]
-    return find_images(members, str(folder), {})
+    seen = set()
+    for path, folders, names in os.walk(top, onerror=fail, followlinks=True):
+        if (real := os.path.realpath(path)) in seen:
+            raise StagingError(f"{path} is {real} again: remove a link")
+        seen.add(real)
+        folders[:] = [name for name in folders if not is_hidden(f"{name}/")]
+        for name in [f"{name}/" for name in folders] + names:
+            yield f"{path}/{name}"
 
 
 def list_tar(file: BinaryIO, archive: str, start: int, end: int) -> list[Member]:
@@ -278,7 +291,7 @@ def hold_out(names: list[str], where: str) -> dict[str, str]:
     places = [name.split("/") for name in sorted(names) if "/" in name]
     images = [place for place in places if is_image(place[-1])]
     # Images that lie in train/ or test/ itself have no class.
-    if all(class_name.lower().startswith(SPLITS) for *_, class_name, _ in images):
+    if all(SPLIT.search(class_name) for *_, class_name, _ in images):
         raise StagingError(
             f"{where} has no images in train/CLASS/, val/CLASS/ or CLASS/"
         )
@@ -449,5 +462,4 @@ def is_image(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Is it hidden, or what macOS adds to a zip?"""
-    return "/." in f"/{name}" or name.startswith("__MACOSX/")
+    return bool(HIDDEN.search(name))

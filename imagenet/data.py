@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from archives import HOST, Member, StagingError
-from PIL import Image
+from PIL import Image, ImageOps
 from run import Run
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -43,13 +43,14 @@ Image.MAX_IMAGE_PIXELS = None
 class Images:
     """The images of a split, "train" or "val", as prepare_data.py has staged them.
 
-    A tree of class folders, train/CLASS/IMAGE and val/CLASS/IMAGE, will do, too.
+    A tree of class folders will do, too: see archives.list_tree.
     Forked workers share the index and the open archive. Each read names its offset: a
     position in the file would be that of all workers.
     """
 
     def __init__(self, data_dir: Path, split: str):
         self.data_dir, self.split = Path(data_dir), split
+        self.folder = self.data_dir / split
         self.archive = None  # an open file, unless each image is a file
         index = self.data_dir / f"{split}.npy"
         staged = self.data_dir / "index.json"  # a tree may have its own
@@ -62,6 +63,8 @@ class Images:
         else:
             self.classes, indices = list_tree(self.data_dir)
             self.index = indices[split]
+            if not (self.data_dir / "train").is_dir():
+                self.folder = self.data_dir  # one in ten of each CLASS/ is held out
         self.labels = self.index["label"]
 
     def __len__(self) -> int:
@@ -75,10 +78,10 @@ class Images:
         return digest.hexdigest()
 
     def name(self, i: int) -> str:
-        name = f"{self.split}/{self.index['name'][i].decode()}"
+        name = self.index["name"][i].decode()
         if self.archive:
-            return f"{self.archive.name}: {name}"
-        return f"{self.data_dir}/{name}"
+            return f"{self.archive.name}: {self.split}/{name}"
+        return f"{self.folder}/{name}"
 
     @contextlib.contextmanager
     def naming(self, i: int):
@@ -109,7 +112,7 @@ class Images:
 @functools.cache  # for both splits
 def list_tree(data_dir: Path) -> tuple[list[str], dict[str, np.ndarray]]:
     """Return the classes of a tree of class folders, and what it has of each split."""
-    if not (data_dir / "train").is_dir():
+    if not data_dir.is_dir():
         raise FileNotFoundError(
             f"no data in {data_dir.absolute()}: "
             "for job.sh, set IMAGENET_DIR to the archives; "
@@ -129,7 +132,7 @@ def decode(data: Tensor) -> Tensor:
     if start not in (b"\xff\xd8\xff", b"\x89PN", b"RIF"):
         raise ValueError("it is no JPEG, PNG or WebP")
     if start != b"\x89PN":
-        return decode_image(data, "RGB")
+        return decode_image(data, "RGB", apply_exif_orientation=True)
     # A damaged PNG may crash torchvision, and with it this process. Pillow raises, and
     # verify() looks at the checksums.
     file = io.BytesIO(data.numpy())
@@ -137,6 +140,7 @@ def decode(data: Tensor) -> Tensor:
     image = Image.open(file)
     if image.mode == "I;16":  # of these 16 bits, convert() would take the lower ones
         image = image.point(lambda value: value / 256)
+    image = ImageOps.exif_transpose(image)
     return v2.functional.pil_to_tensor(image.convert("RGB"))
 
 
@@ -157,7 +161,7 @@ class Synthetic:
 
     def __init__(self, samples: int, seed: int, resolution: int):
         self.seed, self.resolution = seed, resolution
-        self.classes = range(10)
+        self.classes = [str(label) for label in range(10)]
         self.labels = np.arange(samples) % 10
         self.fingerprint = f"synthetic {samples, seed, resolution}"
         rng = np.random.default_rng(11)  # its first ten colours are far apart
@@ -199,9 +203,7 @@ class Augmented(Dataset):
         self.crop_and_flip = v2.Compose(
             [RandomResizedCrop(size), v2.RandomHorizontalFlip()]
         )
-        self.center = v2.Compose(
-            [v2.Resize(args.image_size * 256 // 224), v2.CenterCrop(size)]
-        )
+        self.center = center_crop(args.image_size)
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -219,6 +221,11 @@ class Augmented(Dataset):
         # makes it. torch.manual_seed would seed every kind of device: 0.2 ms.
         torch.default_generator.manual_seed(make_seed(self.seed, epoch, index))
         return self.crop_and_flip(image), label
+
+
+def center_crop(size: int) -> v2.Transform:
+    """Return what an evaluation does to an image of any size."""
+    return v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
 
 
 def make_seed(*numbers: int) -> int:

@@ -62,11 +62,13 @@ def main() -> None:
     if saved:  # the global batch stays, also on another number of GPUs
         global_batch_size = saved["global_batch_size"]
     steps = count_steps(len(train_set), global_batch_size)
-    classes = len(train_set.images.classes)
+    names = train_set.images.classes
+    classes = len(names)
     logging.info(
         f"World size {world_size}: {steps} steps an epoch, "
         f"{world_size} x {global_batch_size / world_size:.4g} samples each, "
-        f"of {len(train_set)}; {len(valid_set)} to validate; {classes} classes; "
+        f"of {len(train_set)}; {len(valid_set)} to validate; "
+        f"{classes} classes, {names[0]} to {names[-1]}; "
         f"{args.model}, {args.image_size} x {args.image_size} pixels, "
         f"{args.epochs} epochs; computing in {str(dtype).removeprefix('torch.')}"
     )
@@ -87,7 +89,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     rebuild_buckets(ddp_model, args.image_size)
-    run = Run(model, optimizer, scheduler, scaler, recipe, global_batch_size)
+    run = Run(model, optimizer, scheduler, scaler, recipe, global_batch_size, names)
     if saved:
         run.load_state_dict(saved)
         del saved  # or it takes as much memory as the model, to the end
@@ -97,6 +99,10 @@ def main() -> None:
     try:
         run_epochs(ddp_model, run, coordinator, watch, loaders)
         run.log_weights(commit)
+        logging.info(
+            "To use the best weights: ../.venv/bin/python classify.py "
+            f"'{checkpoints.folder}/best.pt' IMAGE_OR_FOLDER"
+        )
     except StopRequested:
         logging.info(
             f"Asked to stop: saved step {run.step} of epoch {run.epoch}, "
@@ -354,7 +360,11 @@ def parse_args() -> argparse.Namespace:
     if "--synthetic" in sys.argv:  # other defaults, which options still override
         parser.set_defaults(epochs=2, batch_size=8)  # a minute or two on two cores
         parser.set_defaults(model="shufflenet_v2_x0_5", image_size=64, workers=1)
-    return parser.parse_args()
+    args = parser.parse_args()
+    for option in ("learning_rate", "weight_decay", "seed", "workers", "save_minutes"):
+        if not 0 <= getattr(args, option) < 2**63:  # nor NaN
+            parser.error(f"--{option.replace('_', '-')} is out of range")
+    return args
 
 
 def positive_int(text: str) -> int:

@@ -26,6 +26,7 @@ class Run:
     scaler: torch.amp.GradScaler
     recipe: dict  # what must stay as it is from the first step to the last
     global_batch_size: int
+    classes: list[str] = field(default_factory=list)  # in the order of the logits
     epoch: int = 1
     step: int = 0  # so many steps of the epoch are done
     # Of these steps, on all ranks: [sum of losses, correct, samples].
@@ -126,4 +127,9 @@ def rebuild_buckets(
     image = torch.zeros(1, 3, image_size, image_size, device=model.device)
     # With --compile, this must not compile the model for a single image.
     with torch.compiler.set_stance("force_eager"):
-        model(image).sum().backward()  # each step begins with zero_grad()
+        try:
+            model(image).sum().backward()  # each step begins with zero_grad()
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise RunError(
+                f"the model does not take --image-size {image_size}: {error}"
+            ) from error

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from drawn_imagenet import bad_png
 from PIL import Image
-from slurm_jobs import ARGUMENTS_LINE, IMAGENET_EPOCH_LINE
+from slurm_jobs import ARGUMENTS_LINE, IMAGENET_EPOCH_LINE, call
 from test_checkpoint import REPOSITORY, Started
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -56,7 +56,7 @@ TINY = [
 DUMMY = [*TINY, "--model=dummy", "--workers=1"]
 ENDLESS = [*DUMMY, "--epochs=99999"]
 WEIGHTS_LINE = re.compile(
-    r"^Weights SHA-256 ([0-9a-f]{64}), commit \S+\n\Z", re.MULTILINE
+    r"^Weights SHA-256 ([0-9a-f]{64}), commit \S+$", re.MULTILINE
 )
 
 
@@ -193,16 +193,18 @@ def undisturbed(tmp_path_factory) -> Training:
 
 def test_a_whole_run(undisturbed):
     """It says on how many samples it trains, a line an epoch, and last its weights."""
-    arguments, no_gpu, head, *epochs, last = undisturbed.text().splitlines()
+    arguments, no_gpu, head, *epochs, weights, last = undisturbed.text().splitlines()
     assert ARGUMENTS_LINE.match(arguments)
     assert no_gpu == "warning: no GPU found, training on the CPU"
     assert head == (
         "World size 3: 8 steps an epoch, 3 x 4 samples each, of 100; "
-        "598 to validate; 10 classes; mobilenet_v3_small, 32 x 32 pixels, 2 epochs; "
+        "598 to validate; 10 classes, 0 to 9; mobilenet_v3_small, 32 x 32 pixels, 2 epochs; "
         "computing in float32"
     )
     assert [IMAGENET_EPOCH_LINE.match(line)[1] for line in epochs] == ["1", "2"]
-    assert WEIGHTS_LINE.match(f"{last}\n")
+    assert WEIGHTS_LINE.match(weights)
+    best = undisturbed.checkpoints / "best.pt"
+    assert last.endswith(f"python classify.py '{best}' IMAGE_OR_FOLDER"), last
 
 
 def test_the_best_weights_in_plain_code(tmp_path):
@@ -220,6 +222,54 @@ def test_the_best_weights_in_plain_code(tmp_path):
     assert len(set(told)) > 1
     assert f"{100 * correct / 23:.2f}" == max(told, key=float)
     assert best["best_accuracy"] == correct / 23
+
+
+def test_images_that_no_model_takes(tmp_path):
+    """As a ViT, which takes 224 x 224 pixels only. Here they are too small."""
+    arguments = [*DUMMY, "--model=squeezenet1_1", "--image-size=4"]
+    text = run_to_its_end(tmp_path, 2, *arguments, status=1).text()
+    (line,) = errors(text)
+    assert line.startswith("main.py: error: the model does not take --image-size 4: ")
+
+
+def test_classify(tmp_path):
+    """A tree of CLASS/ alone trains, and classify.py is right as often as the log says.
+
+    One image in ten was held out. A damaged image does not end it.
+    """
+    rng = np.random.default_rng(0)
+    photos, held_out = tmp_path / "photos", tmp_path / "held out"
+    for label, name in enumerate(("a cat", "apple", "Bär")):
+        for folder in (photos / name, held_out / name, photos / name / "@eaDir"):
+            folder.mkdir(parents=True)
+        (photos / name / "@eaDir" / "0.jpg").write_bytes(b"a file server's")
+        for number in range(30):
+            pixels = rng.integers(0, 200, size=(40, 48, 3))
+            pixels[..., label] += rng.integers(0, 50)
+            path = photos / name / f"{number:02}.JPG"
+            Image.fromarray(pixels.astype(np.uint8)).save(path)
+            if number % 10 == 0:
+                shutil.copy(path, held_out / name)
+    arguments = "--epochs=3 --learning-rate=9 --image-size=32 --batch-size=5".split()
+    text = run_to_its_end(
+        tmp_path, 2, *DUMMY[-2:], *arguments, f"--data-dir={photos}"
+    ).text()
+    assert f"{photos} has no train and val folders: one image in ten is held" in text
+    assert "of 81; 9 to validate; 3 classes, Bär to apple; dummy" in text
+    accuracy = max(float(epoch[4]) for epoch in IMAGENET_EPOCH_LINE.findall(text))
+    assert accuracy > 40, text
+
+    (held_out / "apple" / "9.png").write_bytes(bad_png())
+    (command,) = re.findall("^To use the best weights: .*(classify.*) IMAGE_", text, re.M)
+    command = f"{sys.executable} {REPOSITORY}/imagenet/{command} '{held_out}'"
+    result = call(["bash", "-c", command])
+    assert result.exit_code == 0, result
+    assert "10 images, 1 of them cannot be decoded\n" in result.output, result
+    assert result.find(r"^\d of 9 are right: (.*)%$") == [f"{accuracy:.2f}"], result
+    (broken,) = result.find("^cannot decode image (.*?): ")
+    assert broken == f"{held_out}/apple/9.png"
+    (found,) = result.find(rf"^{held_out}/a cat/00.JPG (.*)$")
+    assert sorted(re.findall(r"[\d.]+% ([^\d%]+?)(?: |$)", found)), found
 
 
 def stop(
@@ -396,6 +446,11 @@ def test_other_numbers_of_ranks(tmp_path):
         ("--epochs=0", "--epochs: 0 is not at least 1"),
         # In training, it gives more than logits.
         ("--model=googlenet", r"--model: invalid choice: 'googlenet' \(.*'resnet50'"),
+        ("--seed=-1", "--seed is out of range"),
+        ("--seed=9223372036854775808", "--seed is out of range"),
+        ("--learning-rate=-1", "--learning-rate is out of range"),
+        ("--learning-rate=nan", "--learning-rate is out of range"),
+        ("--workers=-1", "--workers is out of range"),
     ],
 )
 def test_wrong_argument(argument, message, capsys):

@@ -1,0 +1,52 @@
+"""Name the class of images: python classify.py best.pt IMAGE_OR_FOLDER
+
+If folders have the names of classes, it also says how many of their images are right.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+from archives import is_image, walk
+from data import as_tensor, center_crop, decode
+from main import build_model, compute_logits
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    weights, place = sys.argv[1:]
+    try:
+        saved = torch.load(weights, map_location="cpu", weights_only=True)
+        recipe, classes = argparse.Namespace(**saved["recipe"]), saved["classes"]
+        model = build_model(recipe, len(classes)).eval().requires_grad_(False)
+        model.load_state_dict(saved["model"])
+        images = [place]
+        if os.path.isdir(place):
+            images = sorted(name for name in walk(place) if is_image(name))
+    except Exception as error:  # of several kinds
+        sys.exit(f"classify.py: error: cannot use {weights} and {place}: {error!r}")
+    crop = center_crop(recipe.image_size)
+    right, damaged = [], 0
+    for path in map(Path, images):
+        try:
+            image = crop(decode(as_tensor(path.read_bytes())))
+        except Exception as error:  # of several libraries
+            print(f"cannot decode image {path}: {error}")
+            damaged += 1
+            continue
+        probabilities = compute_logits(model, image[None])[0].softmax(0)
+        order = probabilities.argsort(descending=True).tolist()
+        print(path, *[f"{probabilities[i]:.1%} {classes[i]}" for i in order[:5]])
+        named = [folder for folder in path.parts[:-1] if folder in classes]
+        if named:
+            right.append(named[-1] == classes[order[0]])
+    print(f"{len(images)} images, {damaged} of them cannot be decoded")
+    if right:
+        print(f"{sum(right)} of {len(right)} are right: {sum(right) / len(right):.2%}")
+
+
+if __name__ == "__main__":
+    main()
