@@ -114,6 +114,8 @@ list_checkpoints() {
 # not have at this start, or if Slurm preempted the job. Otherwise it fails.
 finish() {
     status=$?
+    # How busy the GPUs were, if gpu_report stands in front of Python.
+    [[ ${python[0]} != *gpu_report ]] || "${python[0]}" || true
     remove_data
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
