@@ -37,6 +37,7 @@ main() {
     # Ignore ~/.local, which a Python without an environment would use first.
     export PYTHONNOUSERSITE=1
     make_run_dir
+    choose_arguments "$@"
     # The data goes to a folder of this job's own on the node's disk, removed at the end. After
     # scancel or the time limit, it may stay. $RANDOM makes its name unique: whatever else is
     # on that disk is left alone.
@@ -60,7 +61,7 @@ main() {
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
     export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
     # When a rank has ended, the others have a minute (--wait).
-    srun --kill-on-bad-exit=1 --wait=60 "${python[@]}" main.py "$@"
+    srun --kill-on-bad-exit=1 --wait=60 "${python[@]}" main.py "${arguments[@]}"
 }
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
@@ -91,6 +92,21 @@ make_run_dir() {
     # Slurm's job numbers come again, as with a new controller.
     [[ -z $saved_before || $job != *Restarts=0* ]] || fail "move $RUN_DIR away: it is not empty"
 }
+# With `--array=1-8 job.sh @sweep.txt`, each task of the array takes its own line of sweep.txt.
+# Arguments after @sweep.txt are for all tasks.
+choose_arguments() {
+    arguments=("$@")
+    if [[ ${1:-} == @* ]]; then
+        # The line is kept for the next start, because you may edit the file.
+        [ -s "$RUN_DIR/line" ] ||
+            awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}" "${1#@}" > "$RUN_DIR/line"
+        # Read as a shell does it: quotes, ~ and $SCRATCH work there. Windows ends lines with \r.
+        eval "arguments=($(tr -d '\r' < "$RUN_DIR/line")
+        )"
+        ((${#arguments[@]})) || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID: the first is 1"
+        arguments+=("${@:2}")
+    fi
+}
 # A checkpoint is checkpoint.pt, checkpoint-500 or the like, also in a folder below, or done.
 list_checkpoints() {
     find "$RUN_DIR" -regex '.*/\(checkpoint[.-].*\|done\)' -printf '%p %T@\n' | sort
@@ -99,6 +115,8 @@ list_checkpoints() {
 # not have at this start, or if Slurm preempted the job. Otherwise it fails.
 finish() {
     status=$?
+    # How busy the GPUs were, if gpu_report stands in front of Python.
+    [[ ${python[0]} != *gpu_report ]] || "${python[0]}" || true
     remove_data
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.

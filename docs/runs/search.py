@@ -1,0 +1,183 @@
+"""A typical training script, with a DataLoader."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import optuna
+import torch
+import torch.distributed as dist
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+
+rank = int(os.environ.get("SLURM_PROCID", 0))
+local_rank = int(os.environ.get("SLURM_LOCALID", 0))
+world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+if int(os.environ.get("SLURM_NTASKS", world_size)) != world_size:
+    raise SystemExit("main.py: error: this is no task of the job: start it with srun")
+warned = []  # by Slurm: USR1 before the time limit, TERM before a preemption
+for name in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(name, lambda number, frame: warned.append(number))
+if world_size == 1:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    os.environ["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
+    os.environ["MASTER_PORT"] = str(10000 + int(os.environ["SLURM_JOB_ID"]) % 20000)
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+gpu = None
+if device.type == "cuda":
+    gpu = device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+backend = "nccl" if gpu else "gloo"
+dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
+torch.manual_seed(0)
+epochs = int(os.environ.get("EPOCHS", 5))
+run_dir = os.environ["RUN_DIR"]  # job.sh makes one for each job
+
+
+def open_study():
+    """Open the study that all tasks of the job array share."""
+    job = os.environ.get("SLURM_ARRAY_JOB_ID", os.environ["SLURM_JOB_ID"])
+    path = os.path.abspath(f"runs/{job}.journal")
+    backend = JournalFileBackend(path, JournalFileOpenLock(path))
+    storage = optuna.storages.JournalStorage(backend)
+    return optuna.create_study(storage=storage, study_name=job, load_if_exists=True)
+
+
+def open_trial():
+    """Return the trial of this job: it may be there from before a requeue."""
+    for trial in study.trials:
+        if trial.user_attrs.get("run_dir") == run_dir:
+            if trial.state.is_finished():
+                raise SystemExit(f"main.py: error: {trial.state} is this job's trial")
+            return optuna.Trial(study, trial._trial_id)
+    if sys.argv[1:]:  # no search: EPOCHS=50 sbatch job.sh 0.31
+        study.enqueue_trial({"lr": float(sys.argv[1])})
+    trial = study.ask()
+    trial.set_user_attr("run_dir", run_dir)
+    return trial
+
+
+settings = [None]
+if rank == 0:
+    study = open_study()
+    trial = open_trial()
+    settings = [trial.suggest_float("lr", 1e-4, 10, log=True)]
+    print(f"Trial {trial.number}: {trial.params}")
+dist.broadcast_object_list(settings)  # rank 0 asks, for all
+lr = settings[0]
+
+points = torch.rand(16384, 2)  # your data
+dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
+sampler = DistributedSampler(dataset, drop_last=True)
+batches = []  # what is left of the epoch
+loader = DataLoader(dataset, batch_sampler=batches, generator=torch.Generator())
+if len(sampler) < 64:
+    raise SystemExit(f"main.py: error: a step takes {64 * world_size} samples")
+
+# Your model.
+model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
+model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+first, done = 0, torch.zeros(2, dtype=torch.float64)  # its loss and samples so far
+path = [f"{run_dir}/checkpoint.pt"]
+if not os.path.exists(path[0]):
+    path = [None]
+dist.broadcast_object_list(path)  # rank 0 decides for all
+if path[0]:
+    saved = torch.load(path[0], map_location="cpu", weights_only=True)
+    model.module.load_state_dict(saved["model"])
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]})
+    first, done = saved["epoch"], saved["done"]
+    if rank == 0:
+        again = int(done[1]) % world_size  # with another number of ranks
+        print(f"Resumed {path[0]}: epoch {first}, {done[1]:.0f} samples, {again} again")
+
+
+def save(name, content):
+    """Rank 0 saves, the others wait. The old file stays until the new one is whole."""
+    weights = model.module.state_dict().values()
+    if not all(weight.isfinite().all() for weight in weights):
+        if rank == 0:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        raise SystemExit(f"main.py: error: NaN in the weights: {name} is not saved")
+    if rank == 0:
+        try:
+            with open(f"{run_dir}/partial", "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(f"{run_dir}/partial", f"{run_dir}/{name}")
+        except (OSError, RuntimeError) as error:  # torch.save hides the disk's own one
+            reason = error.__context__ or error
+            raise SystemExit(f"main.py: error: {name}: {reason}") from None
+        print(f"Saved {run_dir}/{name}")
+    dist.barrier()
+
+
+saved_at = met_at = time.monotonic()
+steps, meeting = 0, 1  # steps since the ranks have met, and when they meet again
+for epoch in range(first, epochs):
+    sampler.set_epoch(epoch)
+    mine = int(done[1]) // world_size  # how many of this rank's samples are done
+    batches[:] = BatchSampler(list(sampler)[mine:], 64, drop_last=True)
+    torch.manual_seed(hash((epoch, mine, rank)))  # of dropout and random crops
+    metrics = done.to(device) * (rank == 0)  # or they would count on every rank
+    done.zero_()
+    for inputs, targets in loader:
+        inputs, targets = inputs.to(device), targets.to(device)
+        loss = F.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        metrics[0] += loss.detach() * len(targets)
+        metrics[1] += len(targets)
+        mine += len(targets)
+        torch.manual_seed(hash((epoch, mine, rank)))  # the same after a resume
+        steps += 1
+        if steps == meeting:  # the ranks agree whether to save, and whether to stop
+            now = time.monotonic()
+            wishes = [now - saved_at > 600, bool(warned), steps / (now - met_at)]
+            sums = torch.cat([metrics, metrics.new_tensor(wishes)])
+            dist.all_reduce(sums)
+            *_, due, stop, speed = sums.tolist()
+            if due or stop:
+                state = {"model": model.module.state_dict(), "epoch": epoch}
+                state |= {"optimizer": optimizer.state_dict()["state"]}
+                state |= {"done": sums[:2]}
+                save("checkpoint.pt", state)
+                saved_at = time.monotonic()
+            if stop:
+                raise SystemExit(1)  # not finished: job.sh starts the job again
+            steps, met_at = 0, time.monotonic()
+            # After two seconds or 20 steps: Slurm does not wait long.
+            meeting = max(1, min(20, int(2 * speed / world_size)))
+    dist.all_reduce(metrics)
+    total, count = metrics
+    save("model.pt", model.module.state_dict())  # or the trial has failed
+    prune = [False]
+    if rank == 0:
+        print(
+            f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples, "
+            f"{world_size} x {device.type}"
+        )
+        trial.report((total / count).item(), epoch)
+        prune = [epoch + 1 < epochs and trial.should_prune()]
+    dist.broadcast_object_list(prune)  # rank 0 decides for all
+    if prune[0]:
+        break
+if rank == 0:
+    if prune[0]:
+        study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+    else:
+        study.tell(trial, (total / count).item())
+    best = study.best_trial
+    print(f"Best of {len(study.trials)}:", best.value, best.params, best.user_attrs)
+dist.barrier()  # or gloo, on CPUs, may abort when Python ends
+dist.destroy_process_group()
