@@ -1,12 +1,14 @@
-"""Run the commands of docs/troubleshooting.rst; write what they print into it.
+"""Run the sessions behind First aid; write what their commands print into them.
 
     uv run python tests/first_aid.py            all of them, as root
     uv run python tests/first_aid.py preempt    those under headings with this word
 
+They stand in tests/first_aid.rst, and some in docs/after_a_job.rst.
+
 A literal block whose lines begin with `$ ` is a session in a shell that starts in the
 clone's root: commands (`> ` goes on with one), and under each what it prints. After
 sbatch, the job is waited for until it runs, and before a command that names its log
-(but `until …`) until it is over. Job 7 of the page is whatever number Slurm gives out,
+(but `until …`) until it is over. Job 7 of a page is whatever number Slurm gives out,
 and times are others. Lines that are still right stay.
 """
 
@@ -25,7 +27,7 @@ from pathlib import Path
 import cluster as slurm
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "troubleshooting.rst"
+PAGES = [ROOT / "tests" / "first_aid.rst", ROOT / "docs" / "after_a_job.rst"]
 BLOCK = re.compile(r"::\n\n((?:    .*\n|\n)+)")
 COMMAND = re.compile(r"^\$ (.*(?:\n> .*)*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 HEADING = re.compile(r"^(\S.*)\n([=-])\2+$", re.MULTILINE)
@@ -39,8 +41,8 @@ TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
 END = "the-end-of-it\n"
 # Sessions under these headings want a cluster that limits memory.
 LIMITED = [
-    "Out of memory, says Slurm",
-    "A job of imagenet has failed: resume from its checkpoints",
+    "``Out Of Memory``, ``oom-kill``",
+    "``no new checkpoint since this start: not requeued``",
 ]
 LIMITS = {"limit_memory": True, "proctrack": "cgroup"}
 OVER = tuple(
@@ -53,21 +55,22 @@ NOT_YET = ("PENDING BeginTime", "PENDING JobHeldUser", "PENDING JobArrayTaskLimi
 
 @dataclass
 class Session:
-    """A literal block of the page: commands, each with what it prints."""
+    """A literal block of a page: commands, each with what it prints."""
 
     heading: str
+    page: Path
     text: str  # as it stands in the page
     commands: list[tuple[str, str]]
 
 
-def read_sessions(page: str) -> list[Session]:
-    sessions = []
+def read_sessions(path: Path) -> list[Session]:
+    page, sessions = path.read_text(), []
     for block in BLOCK.finditer(page):
         text = block[1].rstrip("\n") + "\n"
         if text.startswith("    $ "):
             heading = HEADING.findall(page[: block.start()])[-1][0]
             commands = COMMAND.findall(textwrap.dedent(text))
-            sessions.append(Session(heading, text, commands))
+            sessions.append(Session(heading, path, text, commands))
     return sessions
 
 
@@ -143,12 +146,12 @@ def main() -> None:
     )
     parser.add_argument("word", nargs="?", default="", help="of a heading")
     args = parser.parse_args()
-    page = PAGE.read_text()
+    sessions = [session for page in PAGES for session in read_sessions(page)]
     with tempfile.TemporaryDirectory(dir=slurm.PARENT) as folder:
         for how in ({}, LIMITS):
             chosen = [
                 session
-                for session in read_sessions(page)
+                for session in sessions
                 if args.word.lower() in session.heading.lower()
                 and (session.heading in LIMITED) == bool(how)
             ]
@@ -158,8 +161,9 @@ def main() -> None:
                 env = user_of(cluster)
                 clone = make_clone(ROOT, Path(folder, cluster.state.name), env)
                 for session in chosen:
-                    page = page.replace(session.text, rewrite(session, clone, env))
-                    PAGE.write_text(page)
+                    page = session.page.read_text()
+                    new = rewrite(session, clone, env)
+                    session.page.write_text(page.replace(session.text, new))
 
 
 @contextlib.contextmanager

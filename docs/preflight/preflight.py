@@ -261,7 +261,7 @@ def try_all_reduce(
     except (OSError, RuntimeError) as error:
         problems.append(
             f"an all-reduce with {backend} fails: {reason_of(error)}: "
-            "see 'The wrong network interface' in docs/troubleshooting.rst"
+            "see 'The wrong network interface' in docs/first_aid/ranks.rst"
         )
         return {}
 

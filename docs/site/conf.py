@@ -37,7 +37,10 @@ PAGES = {
         )
     ],
     "Jobs": ["docs/preflight", "docs/while_it_runs", "docs/after_a_job"],
-    "When it fails": ["docs/troubleshooting"],
+    "When it fails": [
+        "docs/first_aid",
+        *(f"docs/first_aid/{name}" for name in ("queue", "environment", "ranks")),
+    ],
     "Evidence": ["docs/evidence", "CONTRIBUTING"],
 }
 TOCTREE = "".join(

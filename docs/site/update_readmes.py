@@ -9,6 +9,7 @@ the page's own folder:
     .. begin main.py ../single_gpu/main.py          a diff: all lines of both files
     .. begin main.py ../single_gpu/main.py: train   only the block's hunks
     .. begin main.py --help                         what `python main.py --help` prints
+    .. begin messages of a.rst b/*.rst              an index of these pages' messages
 
 After the colon stands the name of a function or a class, or how a line begins, without
 its indentation; or several of these with " + " between them. The block is this line and
@@ -22,18 +23,28 @@ begins there. A hunk is shown if one of its changed lines is in the block. `git 
 has fewer and larger hunks; these can be explained one by one. A line with `@@` stands
 above a hunk that does not begin with its function, and between two hunks.
 
+A message of a page is a literal in a term of a definition list. The index shows it with
+the first sentence of its definition, which links to the section.
+
 All other text stays as it is.
 """
 
 import argparse
 import difflib
+import itertools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import docutils.nodes
+
 ROOT = Path(__file__).resolve().parent.parent.parent
+LITERAL = re.compile("``(.+?)``")
+HEADING = re.compile(r"^(\S.*)\n([=-])\2+$", re.MULTILINE)
+# A term of a definition list, and the first sentence of its definition.
+ENTRY = re.compile(r"^(``.*)\n   (\S(?:.|\n   )*?)[.:](?=\s)", re.MULTILINE)
 CONTEXT = 3  # unchanged lines before and after the changed ones of a hunk
 MARKER = re.compile(r"\.\. (begin|end) (.*\S)\s*")
 # (old file, new file) of every pair that a page explains and shows.
@@ -110,6 +121,8 @@ def render(readme_path: Path) -> str:
 
 def code_block(readme_path: Path, words: str) -> list[str]:
     """Return the lines of the code block that the words of a marker ask for."""
+    if words.startswith("messages of "):
+        return index_of_messages(readme_path, words.split()[2:])
     files, _, start = words.partition(": ")
     names = files.removesuffix(" --help").split()
     paths = [(readme_path.parent / name).resolve() for name in names]
@@ -140,6 +153,30 @@ def code_block(readme_path: Path, words: str) -> list[str]:
         f".. code-block:: {language}",
         "",
         *(f"   {line}".rstrip() for line in code),
+    ]
+
+
+def index_of_messages(readme_path: Path, names: list[str]) -> list[str]:
+    """Return a list of the messages that the pages explain, in alphabetical order."""
+    causes = {}  # by message
+    folder = readme_path.parent
+    for page in [page for name in names for page in sorted(folder.glob(name))]:
+        text = page.read_text(encoding="utf-8")
+        for entry in ENTRY.finditer(text):
+            title = HEADING.findall(text[: entry.start()])[-1][0]
+            link = f"{page.relative_to(folder)}#{docutils.nodes.make_id(title)}"
+            term, cause = entry[1], " ".join(entry[2].replace("``", "").split())
+            if len(cause) > 60 or "`" in cause:
+                fail(readme_path, f"no cause of {term} for the index: {cause}")
+            said_by = term.rpartition("``")[2]  # such as ", from uv"
+            for message in LITERAL.findall(term):
+                message = re.sub(r"^(\S+\.(py|sh): )?error: ", "", message)
+                causes[f"``{message}``"] = f"{said_by}: `{cause} <{link}>`__"
+    messages = sorted(causes, key=lambda each: re.sub(r"[\W_]", "", each).casefold())
+    # Messages of one entry that follow each other share a line.
+    return [
+        f"* {', '.join(same)}{cause}"
+        for cause, same in itertools.groupby(messages, key=causes.get)
     ]
 
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.rst: what sacct shows, on a cluster that keeps accounts."""
+"""docs/first_aid.rst: what sacct shows, on a cluster that keeps accounts."""
 
 import os
 import re
@@ -10,10 +10,9 @@ import time
 import first_aid
 import pytest
 from slurm_jobs import Jobs
-from test_troubleshooting import ENDS
+from test_first_aid import ENDS, PAGES, ROWS
 
-PAGE = first_aid.PAGE.read_text()
-ROW = r"^   \* - ([A-Z_]+)\n     - ``([\d:]+)``(?:\n       \(``([\d:]+)``\))?$"
+PAGE = "".join(PAGES)
 CONF = """AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost={address}
 AccountingStoragePort={port}
@@ -74,7 +73,7 @@ def until(jobs, command: str, pattern: str) -> None:
 def test_how_the_job_ended(jobs):
     """Exit codes are those of the first table, in brackets where it has some."""
     ends = {}
-    for state, code, own in re.findall(ROW, PAGE, re.M):
+    for state, code, own in ROWS:
         if code in ENDS:
             flags = ["--no-requeue", "--mem=1G", f"--ntasks={1 + (code == '143:0')}"]
             job = jobs.submit("", *flags, f"--wrap={ENDS[code]}")

@@ -188,7 +188,7 @@ def test_a_sweep(user):
         best.append(
             f"{max(accuracies, key=float)}% {result.job}.out {line} --synthetic"
         )
-    awk = re.search(r"^    awk (.*\n)+?.*\| sort -rn$", AFTER, re.MULTILINE)[0]
+    awk = re.search(r"^    LC_ALL=C awk (.*\n)+?.*sort -rn$", AFTER, re.MULTILINE)[0]
     awk = f"cd {shlex.quote(str(user.logs))}; {awk.replace('slurm-28', array)}"
     listed = user.run(["bash", "-euc", awk]).output.splitlines()
     assert sorted(listed) == sorted(best)

@@ -179,7 +179,7 @@ def test_network_interface_to_nowhere(jobs):
             jobs.on(node, *"ip link delete nowhere".split())
     assert lines(result, "problem") == [
         "problem (all ranks): an all-reduce with gloo fails: no answer in time: "
-        "see 'The wrong network interface' in docs/troubleshooting.rst"
+        "see 'The wrong network interface' in docs/first_aid/ranks.rst"
     ], result
     assert "\nno all-reduce\n" in result.output and result.exit_code != 0, result
 

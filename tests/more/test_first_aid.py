@@ -1,18 +1,22 @@
-"""What docs/troubleshooting.rst shows is what Slurm, PyTorch and the examples print."""
+"""First aid has the messages that Slurm, PyTorch and the examples really print."""
 
 import re
 
 import cluster as slurm
 import first_aid
 import pytest
+from slurm_jobs import REPOSITORY, listings
+from update_readmes import ENTRY, LITERAL
 
+# Sections of the pages that show lines of their sessions.
+SHOWN = ["The earliest error is the cause", "A node that fails a job again and again"]
 # A minute or more, or a cluster of its own.
-SLOW = ["The time limit", *first_aid.LIMITED]
-# The page is about Slurm 22.05; from these releases on, what it shows is another thing.
+SLOW = ["``DUE TO TIME LIMIT``", *first_aid.LIMITED]
+# The pages are about Slurm 22.05; from these releases on, Slurm does another thing.
 NOT_FROM = {
-    "There is no log": ((23, 2), "makes the folder of --output"),
-    "One CPU for a task": ((23, 11), "hands the job's --cpus-per-task on to srun"),
-    "Out of memory, says Slurm": ((23, 2), "says it in other words"),
+    "``ExitCode=0:53``": ((23, 2), "makes the folder of --output"),
+    "CPUs and steps": ((23, 11), "hands the job's --cpus-per-task on to srun"),
+    first_aid.LIMITED[0]: ((23, 2), "says it in other words"),
 }
 # Commands that end a job as the rows of the first table say, by their exit code.
 PYTHON = "srun --kill-on-bad-exit=1 python3 -c 'import os, time; {}'"
@@ -29,7 +33,19 @@ ENDS = {
     "0:9": "kill -9 $$",
     "0:15": "scancel $SLURM_JOB_ID; sleep 60",
 }
-SESSIONS = first_aid.read_sessions(first_aid.PAGE.read_text())
+SESSIONS = [
+    session for page in first_aid.PAGES for session in first_aid.read_sessions(page)
+]
+DOCS = REPOSITORY / "docs"
+TABLE = (DOCS / "first_aid.rst").read_text()
+PAGES = [
+    TABLE,
+    *(path.read_text() for path in sorted((DOCS / "first_aid").glob("*.rst"))),
+    (DOCS / "imagenet" / "exceptions.rst").read_text(),
+    (DOCS / "after_a_job.rst").read_text(),
+]
+# Every state of a job, with the exit code of scontrol, and sacct's if it differs.
+ROWS = re.findall(r"^([A-Z_]+) +``([\d:]+)``(?: \(``([\d:]+)``\))? ", TABLE, re.M)
 
 
 def sessions(limited: bool) -> list:
@@ -46,7 +62,7 @@ def sessions(limited: bool) -> list:
 
 @pytest.fixture(scope="module")
 def home(jobs, tmp_path_factory):
-    """A clone of someone who does all the page says."""
+    """A clone of someone who does all that the pages say."""
     env = first_aid.user_of(jobs.cluster)
     return first_aid.make_clone(jobs.clone, tmp_path_factory.mktemp("home"), env)
 
@@ -78,21 +94,38 @@ def test_session_with_limited_memory(jobs, page_holds, home, session, pytestconf
 
 
 def test_every_command_is_in_a_session():
-    commands = re.findall(r"^ +\$ (.*)", first_aid.PAGE.read_text(), re.MULTILINE)
-    assert commands == [
+    text = "".join(page.read_text() for page in first_aid.PAGES)
+    assert re.findall(r"^ +\$ (.*)", text, re.MULTILINE) == [
         command.split("\n")[0]
         for session in SESSIONS
         for command, _ in session.commands
     ]
 
 
+def messages() -> list[str]:
+    """Return the messages of the pages' entries, which are in the index, too."""
+    terms = [term for page in PAGES for term, _ in ENTRY.findall(page)]
+    return [message for term in terms for message in LITERAL.findall(term)]
+
+
+@pytest.mark.parametrize("session", SESSIONS, ids=lambda session: session.heading)
+def test_the_pages_say_what_was_seen(session):
+    """An entry has the message that its session prints; a section, what it shows."""
+    if message := LITERAL.findall(session.heading):
+        output = "".join(printed for _, printed in session.commands)
+        for each in message:
+            assert each in messages()
+            assert re.search(".*".join(map(re.escape, each.split("…"))), output), each
+        return
+    (page,) = [page for page in PAGES if f"\n{session.heading}\n" in page]
+    if session.heading in SHOWN:
+        shown = listings(page, session.heading)[0]
+        assert not [line for line in shown.splitlines() if line not in session.text]
+
+
 def test_how_the_job_ended(jobs, nothing_left):
     """Slurm gives a job the state and the exit code of the first table."""
-    row = r"^   \* - ([A-Z_]+)\n     - ``([\d:]+)``$"
-    states = dict(
-        (code, state)
-        for state, code in re.findall(row, first_aid.PAGE.read_text(), re.MULTILINE)
-    )
+    states = {code: state for state, code, _ in ROWS}
     # Of a job without an error, and in sessions of their own.
     assert states.keys() - ENDS.keys() == {"0:0", "0:53", "0:125"}
     submitted = {
@@ -110,8 +143,7 @@ def test_how_the_job_ended(jobs, nothing_left):
 
 
 def test_other_messages(jobs, nothing_left):
-    """The last section's, as far as they need no odd disk and no GPU."""
-    page = first_aid.PAGE.read_text().split("Other messages\n===")[1]
+    """Some that need no session, no odd disk and no GPU."""
     job = jobs.submit("", "--no-requeue", "--time=1:00", "--wrap=hostname; sleep 60")
     jobs.until(job, "node")
     limit = jobs.run(["squeue", "--noheader", f"--jobs={job}", "--format=%l"])
@@ -130,4 +162,4 @@ def test_other_messages(jobs, nothing_left):
         ),
         strict=True,
     ):
-        assert words in output and f"``{words}``" in page, output
+        assert words in output and words in messages(), output
