@@ -37,13 +37,13 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "old, new, most_added, most_removed",
     [
-        ("single_gpu/main.py", "multi_gpu/main.py", 102, 18),
+        ("single_gpu/main.py", "multi_gpu/main.py", 108, 18),
         ("multi_gpu/main.py", "multi_node/main.py", 20, 10),
         ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
         ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
         ("multi_node/job.sh", "multi_node/job_torchrun.sh", 18, 10),
-        ("multi_node/main.py", "imagenet/main.py", 192, 196),
-        ("multi_node/job.sh", "imagenet/job.sh", 140, 27),
+        ("multi_node/main.py", "imagenet/main.py", 193, 197),
+        ("multi_node/job.sh", "imagenet/job.sh", 140, 30),
         # What is shared with multi_node's changes there, too.
         ("multi_node/main.py", "docs/your_data/main.py", 8, 140),
         ("docs/your_training/before.py", "docs/your_training/main.py", 42, 8),
