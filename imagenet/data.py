@@ -303,7 +303,7 @@ def build_loader(data_set: Dataset, workers: int) -> DataLoader:
 @functools.cache  # for both loaders
 def socket_folder() -> str:
     """Make the folder of the workers' sockets. Of a killed worker, this removes all."""
-    folder = tempfile.mkdtemp(prefix="sockets-")
+    folder = tempfile.mkdtemp(prefix="pymp-")
     # Python's own way to make it ends in a traceback if it is gone at the end.
     multiprocessing.current_process()._config["tempdir"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -369,6 +369,7 @@ def load_batches(
                 batch = [part.pin_memory() for part in batch]
             yield [part.to(device, non_blocking=True) for part in batch]
     except FileNotFoundError:
+        end_workers()  # each would say at its end that its socket is not there
         raise StagingError(
             f"{HOST} has lost {socket_folder()}, with the sockets of its workers: does "
             "another job's epilog, or a cleaner, remove files there?"

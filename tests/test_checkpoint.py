@@ -263,11 +263,15 @@ def test_got_further(tmp_path, rank0, monkeypatch, caplog):
         checkpoints.save(draw(1, 2))
         assert further.exists()
         assert checkpoints.saved_at > started_at  # --save-minutes begins again
-        monkeypatch.setenv("GOT_FURTHER", str(tmp_path / "removed/further"))
+        # The submit folder may not have this one yet.
+        monkeypatch.setenv("GOT_FURTHER", str(tmp_path / "new/further"))
         checkpoints.save(draw(1, 3))
+        assert (tmp_path / "new/further").exists()
+        monkeypatch.setenv("GOT_FURTHER", str(further / "in a file"))
+        checkpoints.save(draw(1, 4))
     (warning,) = caplog.messages
-    assert "No such file or directory" in warning and "removed/further" in warning
-    assert is_from(load(folder), 1, 3)
+    assert str(further) in warning
+    assert is_from(load(folder), 1, 4)
 
 
 def test_folder_on_the_scratch(tmp_path, monkeypatch, rank0):
@@ -471,6 +475,23 @@ def test_nodes_with_different_data(tmp_path):
     """All ranks refuse it."""
     said = "not every node has the same data: stage it again"
     assert run_ranks(2, load_other_data, tmp_path) == [said] * 2
+
+
+def load_to_be_refused(folder: Path) -> str:
+    return refused(load, folder)
+
+
+def test_more_ranks_than_images(tmp_path, rank0):
+    """A run on few GPUs cannot go on with so many that some have nothing to do."""
+    with opened(tmp_path) as (checkpoints, _):
+        run = draw(1, 1)
+        run.global_batch_size = 1
+        checkpoints.save(run)
+    said = (
+        f"{tmp_path / files((1, 1))[0]} is of a run with 1 images a step, and there "
+        "are 2 ranks: resume with 1 ranks or fewer"
+    )
+    assert run_ranks(2, load_to_be_refused, tmp_path) == [said] * 2
 
 
 @pytest.mark.parametrize(

@@ -206,10 +206,9 @@ def test_every_layout_in_every_form(layout, tmp_path):
     again = stage("again", source=resized / "images.zip")
     for split in ("train", "val"):
         before, after = Images(copied, split), Images(resized, split)
-        assert before.fingerprint == Images(extracted, split).fingerprint
-        assert before.fingerprint != after.fingerprint
-        for folder in (smaller, again):
-            assert after.fingerprint == Images(folder, split).fingerprint
+        # A run may go on with other pixels, as of an image that was repaired.
+        for folder in (extracted, resized, smaller, again):
+            assert before.fingerprint == Images(folder, split).fingerprint
         for i in range(len(before)):
             was, now = before.read(i), after.read(i)
             assert min(now.shape[1:]) == 32 < min(was.shape[1:])
