@@ -27,22 +27,23 @@ elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
     os.environ["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
     os.environ["MASTER_PORT"] = str(10000 + int(os.environ["SLURM_JOB_ID"]) % 20000)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+epochs = 5
+
+points = torch.rand(16384, 2)  # your data
+dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
+sampler = DistributedSampler(dataset, world_size, rank, drop_last=True)
+batches = []  # what is left of the epoch
+loader = DataLoader(dataset, batch_sampler=batches, generator=torch.Generator())
+if len(sampler) < 64:
+    raise SystemExit(f"main.py: error: {len(dataset)} samples make no step")
+
 gpu = None
 if device.type == "cuda":
     gpu = device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
 backend = "nccl" if gpu else "gloo"
 dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
-torch.manual_seed(0)
-epochs = 5
-
-points = torch.rand(16384, 2)  # your data
-dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
-sampler = DistributedSampler(dataset, drop_last=True)
-batches = []  # what is left of the epoch
-loader = DataLoader(dataset, batch_sampler=batches, generator=torch.Generator())
-if len(sampler) < 64:
-    raise SystemExit(f"main.py: error: a step takes {64 * world_size} samples")
 
 # Your model.
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
@@ -60,8 +61,8 @@ if path[0]:
     model.module.load_state_dict(saved["model"])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]})
     first, done = saved["epoch"], saved["done"]
-    again = int(done[1]) % world_size  # with another number of ranks
     if rank == 0:
+        again = int(done[1]) % world_size  # with another number of ranks
         print(f"Resumed {path[0]}: epoch {first}, {done[1]:.0f} samples, {again} again")
 
 
