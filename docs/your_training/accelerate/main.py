@@ -17,9 +17,10 @@ os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
 warned = []  # by Slurm: USR1 before the time limit, TERM before a preemption
 for name in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(name, lambda number, frame: warned.append(number))
-ordered = DataLoaderConfiguration(use_seedable_sampler=True)  # by the seed and the epoch
+# Its order of the samples follows from the seed and the epoch.
+loading = DataLoaderConfiguration(use_seedable_sampler=True)
 cpu = not torch.cuda.is_available()  # without it, ranks on CPUs would train alone
-accelerator = Accelerator(cpu=cpu, dataloader_config=ordered)
+accelerator = Accelerator(cpu=cpu, dataloader_config=loading)
 torch.manual_seed(0)
 points = torch.rand(16384, 2)  # your data
 dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
@@ -35,7 +36,8 @@ def save(epoch, samples):
     accelerator.wait_for_everyone()  # until all have saved
     if accelerator.is_main_process:
         old = glob.glob(f"{run_dir}/checkpoint-*")
-        os.rename(f"{run_dir}/partial", f"{run_dir}/checkpoint-{epoch:04}-{samples:012}")
+        new = f"{run_dir}/checkpoint-{epoch:04}-{samples:012}"
+        os.rename(f"{run_dir}/partial", new)
         for folder in old:
             shutil.rmtree(folder)
     accelerator.wait_for_everyone()
@@ -62,5 +64,6 @@ for epoch in range(first, 5):
     with torch.no_grad():
         loss = F.cross_entropy(model(dataset.tensors[0]), dataset.tensors[1])
     model.train()
-    accelerator.print(f"Epoch {epoch}: loss {loss:.4f}", flush=True)
+    if accelerator.is_main_process:
+        print(f"Epoch {epoch}: loss {loss:.4f}", flush=True)
     save(epoch + 1, 0)

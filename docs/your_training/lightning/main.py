@@ -11,19 +11,21 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-checkpoint = f"{os.environ['RUN_DIR']}/checkpoint.ckpt"
+# Another number of ranks has another file: it starts from the beginning.
+checkpoint = f"{os.environ['RUN_DIR']}/checkpoint.{world_size}-ranks.ckpt"
 
 
 class SaveAndStop(L.Callback):
-    def on_train_start(self, trainer, module):  # after Lightning has set its own handlers
-        self.warned = []  # by Slurm: USR1 before the time limit, TERM before a preemption
-        for name in (signal.SIGUSR1, signal.SIGTERM):
+    def on_train_start(self, trainer, module):  # Lightning has set its own handlers
+        self.first_step, self.warned = trainer.global_step, []
+        for name in (signal.SIGUSR1, signal.SIGTERM):  # time limit, preemption
             signal.signal(name, lambda number, frame: self.warned.append(number))
 
     def on_train_batch_start(self, trainer, module, batch, step):
-        if step % 10 == 0:  # ten steps must take less than the warning
-            stop = trainer.strategy.reduce_boolean_decision(bool(self.warned), all=False)
-            if stop or step == 0:
+        if step % 10 == 0:  # ten steps must take less time than Slurm's warning
+            agree = trainer.strategy.reduce_boolean_decision
+            stop = agree(bool(self.warned), all=False)  # if one rank was warned
+            if stop or (step == 0 and trainer.global_step > self.first_step):
                 trainer.save_checkpoint(checkpoint)
             if stop:
                 raise SystemExit(1)  # not finished: job.sh starts the job again
@@ -31,10 +33,11 @@ class SaveAndStop(L.Callback):
 
 
 class Sampler(DistributedSampler):
-    done = {}  # an epoch's samples that Lightning would repeat after a resume
+    done = 0, 0  # an epoch, and its samples that Lightning would repeat after a resume
 
     def __iter__(self):
-        yield from list(super().__iter__())[self.done.get(self.epoch, 0) :]
+        epoch, samples = self.done
+        yield from list(super().__iter__())[samples if epoch == self.epoch else 0 :]
 
 
 class Module(L.LightningModule):
@@ -57,7 +60,7 @@ class Module(L.LightningModule):
 
     def on_load_checkpoint(self, saved):
         progress = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
-        sampler.done = {saved["epoch"]: 64 * progress["processed"]}
+        sampler.done = saved["epoch"], 64 * progress["processed"]
         sampler.set_epoch(saved["epoch"])
 
 

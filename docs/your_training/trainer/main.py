@@ -13,7 +13,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 os.environ["RANK"] = os.environ["SLURM_PROCID"]
 os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
 os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-run_dir = Path(os.environ["RUN_DIR"])
+# Another number of ranks has another folder: it starts from the beginning.
+folder = Path(os.environ["RUN_DIR"], f"{os.environ['WORLD_SIZE']}-ranks")
 warned = []  # by Slurm: USR1 before the time limit, TERM before a preemption
 for name in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(name, lambda number, frame: warned.append(number))
@@ -44,7 +45,7 @@ points = torch.rand(16384, 2)  # your data
 targets = (points.square().sum(1) < 0.64).long()
 dataset = [{"inputs": x, "labels": y} for x, y in zip(points, targets, strict=True)]
 args = TrainingArguments(
-    run_dir,
+    folder,
     use_cpu=not torch.cuda.is_available(),
     num_train_epochs=5,
     per_device_train_batch_size=64,
@@ -60,7 +61,7 @@ trainer = Trainer(
     model, args, train_dataset=dataset, eval_dataset=dataset, callbacks=[SaveAndStop()]
 )
 # A job that was killed while it saved leaves a folder without this file.
-whole = [path.parent for path in run_dir.glob("checkpoint-*/trainer_state.json")]
+whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
 last = max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
 trainer.train(resume_from_checkpoint=last and str(last))
-trainer.save_model(run_dir / "model")
+trainer.save_model(folder / "model")

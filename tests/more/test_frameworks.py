@@ -1,0 +1,61 @@
+"""docs/your_training: Lightning, Trainer and Accelerate, stopped in mid-epoch."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from slurm_jobs import REPOSITORY, Jobs, Result, User, stop
+
+SCRIPTS = REPOSITORY / "docs" / "your_training"
+FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
+# An epoch and its loss, in the words of the script or the library.
+LINES = {
+    "accelerate": r"^Epoch \d: loss (\d\.\d{4})$",
+    "lightning": r"^Epoch \d: loss (\d\.\d{4})$",
+    "trainer": r"^\{'eval_loss': '(\S*)'.*'epoch': '\d'\}$",
+}
+
+
+def submit(jobs: Jobs, folder: Path, name: str, environment: Path) -> str:
+    """Submit a framework's script in a folder of its own; return the job's number."""
+    folder.mkdir()
+    shutil.copy(SCRIPTS / "job.sh", folder)
+    shutil.copy(SCRIPTS / name / "main.py", folder)
+    (folder / ".venv").symlink_to(environment)
+    return jobs.submit(folder, *FLAGS.split(), "job.sh", OMP_NUM_THREADS="1")
+
+
+def interrupt(jobs: Jobs, job: str, line: str, epochs: int, number: signal.Signals):
+    """Signal a job's ranks, as Slurm does, in the epoch after so many.
+
+    A rank on node2 stands still meanwhile, or the training might be over.
+    """
+
+    def losses() -> bool:
+        return len(Result(jobs.log(job), 0).find(line)) >= epochs
+
+    jobs.until_found(job, losses, f"{epochs} epochs", 300, pause=0.002)
+    stop(rank := jobs.pid("node2", "main.py"))
+    jobs.run(["scancel", f"--signal={number.name}", job])
+    User.until_pending(jobs, job, rank, number)
+    os.kill(rank, signal.SIGCONT)
+    starts = len(Result(jobs.log(job), 0).find("^Job .* on "))
+    jobs.until(job, rf"(?s)(^Job .*){{{starts + 1}}}")
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("name", LINES)
+def test_goes_on_in_the_middle_of_an_epoch(jobs, frameworks, tmp_path, name):
+    """Warned of the time limit, then of a preemption: the losses are the same."""
+    line = LINES[name]
+    job = submit(jobs, tmp_path / "stopped twice", name, frameworks)
+    undisturbed = submit(jobs, tmp_path / "undisturbed", name, frameworks)
+    interrupt(jobs, job, line, 1, signal.SIGUSR1)
+    interrupt(jobs, job, line, 3, signal.SIGTERM)
+    result, expected = jobs.wait(job), jobs.wait(undisturbed)
+    assert (result.state, expected.state) == ("COMPLETED", "COMPLETED"), result
+    assert result.restarts == 2, result
+    assert len(expected.find(line)) == 5, expected
+    assert result.find(line) == expected.find(line), result
