@@ -260,7 +260,7 @@ def test_classify(tmp_path):
     assert accuracy > 40, text
 
     (held_out / "apple" / "9.png").write_bytes(bad_png())
-    (command,) = re.findall("^To use the best weights: .*(classify.*) IMAGE_", text, re.M)
+    (command,) = re.findall(r"^To use the best weights: \S+ (.*) IMAGE_", text, re.M)
     command = f"{sys.executable} {REPOSITORY}/imagenet/{command} '{held_out}'"
     result = call(["bash", "-c", command])
     assert result.exit_code == 0, result

@@ -1,0 +1,41 @@
+import csv
+import os
+
+from images import center_crop, random_crop
+from PIL import Image
+from torch.utils.data import Dataset
+from torchvision import models
+
+
+class Table(Dataset):
+    """The images of a CSV file with the columns path and label."""
+
+    def __init__(self, table, transform, classes=()):
+        with open(table, newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file, restval="", skipinitialspace=True))
+        if not {"path", "label"} <= set(rows[0] if rows else ()):
+            raise SystemExit(f"main.py: error: {table} has no path,label")
+        pairs = [(row["path"].strip(), row["label"].strip()) for row in rows]
+        self.rows = [pair for pair in pairs if any(pair)]
+        self.classes = classes or sorted({label for _, label in self.rows} - {""})
+        self.transform = transform
+        for path, label in self.rows:
+            if label not in self.classes:
+                raise SystemExit(f"main.py: error: {table}: {path}: no class {label!r}")
+            if not os.path.isfile(path):
+                raise SystemExit(f"main.py: error: {table}: no file {path}")
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        path, label = self.rows[i]
+        try:
+            return self.transform(Image.open(path)), self.classes.index(label)
+        except Exception as error:
+            raise RuntimeError(f"cannot read {path}: {error}") from None
+
+
+dataset = Table("train.csv", random_crop)
+valid_set = Table("validation.csv", center_crop, dataset.classes)
+model = models.resnet18(num_classes=len(dataset.classes))
