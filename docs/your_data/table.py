@@ -1,16 +1,16 @@
 import csv
 import os
 
-from images import center_crop, random_crop
+from images import cut
 from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import models
 
 
 class Table(Dataset):
-    """The images of a CSV file with the columns path and label."""
+    """The images of a CSV file. A key is an index, for the training (epoch, index)."""
 
-    def __init__(self, table, transform, classes=()):
+    def __init__(self, table, classes=()):
         with open(table, newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file, restval="", skipinitialspace=True))
         if not {"path", "label"} <= set(rows[0] if rows else ()):
@@ -18,7 +18,6 @@ class Table(Dataset):
         pairs = [(row["path"].strip(), row["label"].strip()) for row in rows]
         self.rows = [pair for pair in pairs if any(pair)]
         self.classes = classes or sorted({label for _, label in self.rows} - {""})
-        self.transform = transform
         for path, label in self.rows:
             if label not in self.classes:
                 raise SystemExit(f"main.py: error: {table}: {path}: no class {label!r}")
@@ -28,14 +27,17 @@ class Table(Dataset):
     def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, i):
-        path, label = self.rows[i]
+    def __getitem__(self, key):
+        path, label = self.rows[key[1] if isinstance(key, tuple) else key]
         try:
-            return self.transform(Image.open(path)), self.classes.index(label)
-        except Exception as error:
+            return cut(Image.open(path), key), self.classes.index(label)
+        except Exception as error:  # of several kinds
             raise RuntimeError(f"cannot read {path}: {error}") from None
 
 
-dataset = Table("train.csv", random_crop)
-valid_set = Table("validation.csv", center_crop, dataset.classes)
-model = models.resnet18(num_classes=len(dataset.classes))
+def build_model():
+    return models.resnet18(num_classes=len(train_set.classes))
+
+
+train_set = Table("train.csv")
+valid_set = Table("validation.csv", train_set.classes)

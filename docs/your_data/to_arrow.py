@@ -1,6 +1,4 @@
-"""Save a data set as Arrow files for jobs, and say what it has.
-
-Usage: python to_arrow.py NAME_OR_FOLDER TARGET INPUT LABEL
+"""Save a data set for jobs: python to_arrow.py NAME_OR_FOLDER TARGET INPUT LABEL
 
 INPUT and LABEL are columns of it: image and label of class folders, jpg and cls of tar
 shards. TARGET/train, TARGET/validation and so on get the columns input and label.
