@@ -11,7 +11,7 @@ epochs = 5
 
 points = torch.rand(16384, 2)  # your data
 dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
-loader = DataLoader(dataset, 64, shuffle=True, drop_last=True)
+loader = DataLoader(dataset, 64, shuffle=True)
 
 # Your model.
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
@@ -28,8 +28,5 @@ for epoch in range(epochs):
         metrics[0] += loss.detach() * len(targets)
         metrics[1] += len(targets)
     total, count = metrics
-    print(
-        f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples",
-        flush=True,
-    )
+    print(f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples")
     torch.save(model.state_dict(), "model.pt")

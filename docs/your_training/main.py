@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 rank = int(os.environ.get("SLURM_PROCID", 0))
 local_rank = int(os.environ.get("SLURM_LOCALID", 0))
 world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
-    raise SystemExit("main.py: error: start it with srun, not in the job's shell")
+if int(os.environ.get("SLURM_NTASKS", world_size)) != world_size:
+    raise SystemExit("main.py: error: this is no task of the job: start it with srun")
 if world_size == 1:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
@@ -21,28 +21,32 @@ elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
     os.environ["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
     os.environ["MASTER_PORT"] = str(10000 + int(os.environ["SLURM_JOB_ID"]) % 20000)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if device.type == "cuda":
-    torch.cuda.set_device(local_rank % torch.cuda.device_count())
-dist.init_process_group(
-    "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world_size
-)
 torch.manual_seed(0)
 epochs = 5
 
 points = torch.rand(16384, 2)  # your data
 dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
-loader = DataLoader(
-    dataset, 64, sampler=DistributedSampler(dataset, drop_last=True), drop_last=True
-)
+sampler = DistributedSampler(dataset, world_size, rank, drop_last=True)
+loader = DataLoader(dataset, 64, sampler=sampler, drop_last=True)
+if len(sampler) < 64:
+    raise SystemExit(f"main.py: error: {len(dataset)} samples make no step")
+
+gpu = None
+if device.type == "cuda":
+    gpu = device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+backend = "nccl" if gpu else "gloo"
+dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
 
 # Your model.
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
 model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * world_size, momentum=0.9)
 
+run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
 for epoch in range(epochs):
-    loader.sampler.set_epoch(epoch)
-    torch.manual_seed(world_size * (epoch + 1) + rank)  # of dropout and random crops
+    sampler.set_epoch(epoch)
+    torch.manual_seed(hash((epoch, rank)))  # of dropout and random crops
     metrics = torch.zeros(2, dtype=torch.float64, device=device)
     for inputs, targets in loader:
         inputs, targets = inputs.to(device), targets.to(device)
@@ -60,10 +64,9 @@ for epoch in range(epochs):
     if rank == 0:
         print(
             f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples, "
-            f"{world_size} x {device.type}",
-            flush=True,
+            f"{world_size} x {device.type}"
         )
-        torch.save(weights, "model.partial")
-        os.replace("model.partial", "model.pt")
+        torch.save(weights, f"{run_dir}/partial")
+        os.replace(f"{run_dir}/partial", f"{run_dir}/model.pt")
 dist.barrier()  # or gloo, on CPUs, may abort when Python ends
 dist.destroy_process_group()
