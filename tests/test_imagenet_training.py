@@ -55,9 +55,7 @@ TINY = [
 ]
 DUMMY = [*TINY, "--model=dummy", "--workers=1"]
 ENDLESS = [*DUMMY, "--epochs=99999"]
-WEIGHTS_LINE = re.compile(
-    r"^Weights SHA-256 ([0-9a-f]{64}), commit \S+$", re.MULTILINE
-)
+WEIGHTS_LINE = re.compile(r"^Weights SHA-256 ([0-9a-f]{64}), commit \S+$", re.MULTILINE)
 
 
 # Runs of main.py
@@ -198,8 +196,8 @@ def test_a_whole_run(undisturbed):
     assert no_gpu == "warning: no GPU found, training on the CPU"
     assert head == (
         "World size 3: 8 steps an epoch, 3 x 4 samples each, of 100; "
-        "598 to validate; 10 classes, 0 to 9; mobilenet_v3_small, 32 x 32 pixels, 2 epochs; "
-        "computing in float32"
+        "598 to validate; 10 classes, 0 to 9; mobilenet_v3_small, 32 x 32 pixels, "
+        "2 epochs; computing in float32"
     )
     assert [IMAGENET_EPOCH_LINE.match(line)[1] for line in epochs] == ["1", "2"]
     assert WEIGHTS_LINE.match(weights)
@@ -260,7 +258,7 @@ def test_classify(tmp_path):
     assert accuracy > 40, text
 
     (held_out / "apple" / "9.png").write_bytes(bad_png())
-    (command,) = re.findall("^To use the best weights: .*(classify.*) IMAGE_", text, re.M)
+    (command,) = re.findall(r"^To use the best weights: \S+ (.*) IMAGE_", text, re.M)
     command = f"{sys.executable} {REPOSITORY}/imagenet/{command} '{held_out}'"
     result = call(["bash", "-c", command])
     assert result.exit_code == 0, result

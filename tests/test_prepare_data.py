@@ -35,6 +35,7 @@ from torchvision.io import decode_image
 
 SCRIPT = REPOSITORY / "imagenet" / "prepare_data.py"
 import archives  # noqa: E402
+import data  # noqa: E402
 import prepare_data  # noqa: E402
 from archives import (  # noqa: E402
     DEVKIT,
@@ -213,6 +214,24 @@ def test_every_layout_in_every_form(layout, tmp_path):
             was, now = before.read(i), after.read(i)
             assert min(now.shape[1:]) == 32 < min(was.shape[1:])
             assert abs(now.float().mean() - was.float().mean()) < 3
+
+
+def test_a_tree_of_classes(tmp_path, data_dir):
+    """Without train/ and val/, the same images are held out as of an archive."""
+    files = {f"{name}/{i}.JPG": JPEG + b"%d" % i for name in "ab" for i in range(21)}
+    others = dict.fromkeys(["a/@eaDir/1.jpg", "#recycle/a/1.jpg", "a/x.tif"], b"")
+    (tmp_path / "mine.tar").write_bytes(tar_bytes(files | others))
+    assert "mine.tar: left out: 2 hidden, 1 .tif" in run(
+        tmp_path / "mine.tar", data_dir
+    )
+    tree = tmp_path / "tree"
+    with tarfile.open(tmp_path / "mine.tar") as tar:
+        tar.extractall(tree, filter="data")
+    (tree / "lost+found").mkdir(mode=0)  # of root
+    for split, count in (("train", 36), ("val", 6)):
+        images, staged = Images(tree, split), Images(data_dir, split)
+        assert len(images) == count and images.fingerprint == staged.fingerprint
+    assert images.name(0) == f"{tree}/a/0.JPG"
 
 
 def test_in_dataloader_workers(imagenet, data_dir):
@@ -553,6 +572,14 @@ def test_links_in_a_tree(tmp_path):
             "has no images in train/CLASS/, val/CLASS/ or CLASS/",
         ),
         (
+            {"seg_train/1.jpg": JPEG, "seg_test/1.jpg": JPEG},
+            "has no images in train/CLASS/, val/CLASS/ or CLASS/",
+        ),
+        (
+            {f"{part}ing/{c}/1.jpg": JPEG for part in ("Train", "Test") for c in "ab"},
+            "ing/a/1.jpg is not in a class folder beside the others",
+        ),
+        (
             {"a/1.jpg": JPEG, "b/c/1.jpg": JPEG},
             "b/c/1.jpg is not in a class folder beside the others",
         ),
@@ -578,6 +605,11 @@ def test_links_in_a_tree(tmp_path):
 def test_wrong_folders(tmp_path, data_dir, files, message):
     (tmp_path / "mine.tar").write_bytes(tar_bytes(files))
     refused(tmp_path / "mine.tar", data_dir, f"mine.tar.*{message}")
+    with tarfile.open(tmp_path / "mine.tar") as tar:
+        tar.extractall(tmp_path / "tree", filter="data")
+    with pytest.raises((StagingError, FileNotFoundError)) as error:
+        Images(tmp_path / "tree", "train")
+    assert f"{tmp_path}/tree" in str(error.value), "a tree is refused, too"
 
 
 def test_tiny_imagenet_as_a_tree(tmp_path):
@@ -691,6 +723,18 @@ def test_no_warning_about_pngs(tmp_path, data_dir):
     result = subprocess.run(resize, capture_output=True, text=True, check=True)
     assert result.stderr == ""
     assert Images(data_dir, "train").read(2).shape == (3, 16, 16)
+
+
+def test_photographs_of_a_turned_camera():
+    """A camera writes how it was held, and the pixels as if it had been upright."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    for kind in ("JPEG", "PNG"):
+        file = io.BytesIO()
+        Image.linear_gradient("L").resize((64, 32)).save(file, kind, exif=exif)
+        pixels = decode(data.as_tensor(file.getvalue()))
+        assert pixels.shape == (3, 64, 32)
+        assert pixels[0, 32, 0] > 200 > 50 > pixels[0, 32, -1]  # its top is right
 
 
 def test_kinds_of_png():

@@ -45,7 +45,6 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
         ("multi_node/main.py", "imagenet/main.py", 193, 197),
         ("multi_node/job.sh", "imagenet/job.sh", 140, 30),
         # What is shared with multi_node's changes there, too.
-        ("multi_node/main.py", "docs/your_data/main.py", 8, 140),
         ("docs/your_training/before.py", "docs/your_training/main.py", 42, 8),
         ("docs/your_training/main.py", "docs/your_training/resume/main.py", 32, 3),
         ("docs/your_training/main.py", "docs/your_training/more/main.py", 62, 15),

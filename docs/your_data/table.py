@@ -1,0 +1,43 @@
+import csv
+import os
+
+from images import cut
+from PIL import Image
+from torch.utils.data import Dataset
+from torchvision import models
+
+
+class Table(Dataset):
+    """The images of a CSV file. A key is an index, for the training (epoch, index)."""
+
+    def __init__(self, table, classes=()):
+        with open(table, newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file, restval="", skipinitialspace=True))
+        if not {"path", "label"} <= set(rows[0] if rows else ()):
+            raise SystemExit(f"main.py: error: {table} has no path,label")
+        pairs = [(row["path"].strip(), row["label"].strip()) for row in rows]
+        self.rows = [pair for pair in pairs if any(pair)]
+        self.classes = classes or sorted({label for _, label in self.rows} - {""})
+        for path, label in self.rows:
+            if label not in self.classes:
+                raise SystemExit(f"main.py: error: {table}: {path}: no class {label!r}")
+            if not os.path.isfile(path):
+                raise SystemExit(f"main.py: error: {table}: no file {path}")
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, key):
+        path, label = self.rows[key[1] if isinstance(key, tuple) else key]
+        try:
+            return cut(Image.open(path), key), self.classes.index(label)
+        except Exception as error:  # of several kinds
+            raise RuntimeError(f"cannot read {path}: {error}") from None
+
+
+def build_model():
+    return models.resnet18(num_classes=len(train_set.classes))
+
+
+train_set = Table("train.csv")
+valid_set = Table("validation.csv", train_set.classes)
