@@ -70,8 +70,8 @@ if world_size % args.copies:
 nodes = [None] * world_size
 dist.all_gather_object(nodes, int(os.environ.get("SLURM_NODEID", 0)))
 by_node = torch.tensor(nodes).argsort(stable=True).reshape(args.copies, -1)
+by_node = by_node.sort().values  # PyTorch wants each row in the order of its ranks
 mesh = DeviceMesh(device.type, by_node, mesh_dim_names=("copies", "parts"))
-# Computes in bfloat16, adds up gradients in float32. CPUs do both in float32.
 policy = MixedPrecisionPolicy(torch.bfloat16 if gpu else None, torch.float32)
 config = AutoConfig.from_pretrained(args.model)
 with torch.device("meta"):  # no memory yet
@@ -139,8 +139,8 @@ for step in range(first, total):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     if not norm.isfinite():
         raise SystemExit(f"main.py: error: NaN in the gradients of step {step}")
-    for group in optimizer.param_groups:
-        group["lr"] = args.learning_rate * min((step + 1) / 10, 1 - step / total)
+    factor = min((step + 1) / 10, 1 - step / total)  # warm-up, then down to 0
+    optimizer.param_groups[0]["lr"] = args.learning_rate * factor
     optimizer.step()
     optimizer.zero_grad()
     due = step + 1 == total or time.monotonic() - saved_at > 1800
@@ -158,7 +158,6 @@ for step in range(first, total):
         saved_at = time.monotonic()
     if stop:
         raise SystemExit(1)  # not finished: job.sh starts the job again
-
 trained = model.state_dict()
 weights = {name: trained[name].to(dtype=config.dtype) for name in weights}
 writer = dcp.HuggingFaceStorageWriter(
