@@ -1,120 +1,170 @@
-"""A typical training script, with a DataLoader."""
+"""Fine-tune a causal language model of Hugging Face's, divided among all GPUs."""
 
-import fcntl
+import argparse
 import os
+import shutil
+import signal
 import subprocess
+import time
 from glob import glob
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from transformers import AutoConfig, AutoModelForCausalLM
+
+parser = argparse.ArgumentParser(description=__doc__)
+add = parser.add_argument
+add("--model", default="pretrained", help="the folder of the model to start from")
+add("--batch-size", type=int, default=64, help="samples of a step, in all")
+add("--micro-batch-size", type=int, default=1, help="samples of a GPU at a time")
+add("--epochs", type=int, default=2)
+add("--learning-rate", type=float, default=1e-5)
+add("--copies", type=int, default=1, help="of the model: one, or one a node (HSDP)")
+add("--resume", help="a checkpoint of another job")
+args = parser.parse_args()
 
 rank = int(os.environ.get("SLURM_PROCID", 0))
 local_rank = int(os.environ.get("SLURM_LOCALID", 0))
 world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
-    raise SystemExit("main.py: error: start it with srun, not in the job's shell")
+if int(os.environ.get("SLURM_NTASKS", world_size)) != world_size:
+    raise SystemExit("main.py: error: this is no task of the job: start it with srun")
+warned = []  # by Slurm: USR1 before the time limit, TERM before a preemption
+for name in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(name, lambda number, frame: warned.append(number))
 if world_size == 1:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
     command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
     os.environ["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
     os.environ["MASTER_PORT"] = str(10000 + int(os.environ["SLURM_JOB_ID"]) % 20000)
-if rank == 0:
-    lock = open("checkpoint.lock", "w")  # held until this process ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise SystemExit("main.py: error: another job trains in this folder") from None
-    except OSError:
-        pass  # a file system without locks
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+gpu = None
 if device.type == "cuda":
-    torch.cuda.set_device(local_rank % torch.cuda.device_count())
-dist.init_process_group(
-    "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world_size
-)
-torch.manual_seed(0)
-epochs = 5
+    gpu = device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+backend = "nccl" if gpu else "gloo"
+dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
 
-points = torch.rand(16384, 2)  # your data
-dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
-loader = DataLoader(
-    dataset, 64, sampler=DistributedSampler(dataset, drop_last=True), drop_last=True
-)
+run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
+partial = f"{run_dir}/partial"  # what is not whole yet
+samples = np.load("samples.npy", mmap_mode="r")  # of pack.py
+steps = len(samples) // args.batch_size  # of an epoch
+total = args.epochs * steps
+if not os.path.exists(f"{args.model}/config.json"):
+    parser.error(f"no model in {args.model}")
+if os.path.exists(f"{run_dir}/model"):
+    parser.error(f"{run_dir}/model is there already")
+if steps == 0:
+    parser.error(f"{len(samples)} samples, and a step takes {args.batch_size}")
+if args.batch_size % (world_size * args.micro_batch_size):
+    parser.error(f"no batch of {args.batch_size} on {world_size} ranks")
+if world_size % args.copies:
+    parser.error(f"no {args.copies} copies on {world_size} ranks")
 
-
-class Transformer(nn.Module):
-    """Your model."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(1, 32)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=64, dropout=0.0)
-            for _ in range(2)
-        )
-        self.head = nn.Linear(32, 2)
-
-    def forward(self, points):
-        tokens = self.embed(points.T.unsqueeze(2))  # each coordinate is a token
-        for layer in self.layers:
-            tokens = layer(tokens)
-        return self.head(tokens.mean(0))
-
-
-model = Transformer()
-for layer in model.layers:
-    fully_shard(layer)
-fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-
+nodes = [None] * world_size
+dist.all_gather_object(nodes, int(os.environ.get("SLURM_NODEID", 0)))
+by_node = torch.tensor(nodes).argsort(stable=True).reshape(args.copies, -1)
+by_node = by_node.sort().values  # PyTorch wants each row in the order of its ranks
+mesh = DeviceMesh(device.type, by_node, mesh_dim_names=("copies", "parts"))
+policy = MixedPrecisionPolicy(torch.bfloat16 if gpu else None, torch.float32)
+config = AutoConfig.from_pretrained(args.model)
+with torch.device("meta"):  # no memory yet
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+model.activation_checkpointing_enable()
+layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+for module in [*layers, model]:
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+model.to_empty(device=device)  # memory for this rank's part
+model.tie_weights()  # to_empty has made two of one
+for module in model.modules():
+    if module._buffers:  # they are not in the files
+        model._init_weights(module)
+tied = model.all_tied_weights_keys  # the files have one of the two
+weights = {name: w for name, w in model.state_dict().items() if name not in tied}
+optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.95))
 run = {"model": model, "optimizer": optimizer}
-whole = [int(path.split("/")[1]) for path in glob("checkpoints/*/.metadata")]
-start = [max(whole, default=0)]
-dist.broadcast_object_list(start)  # rank 0 decides for all
-first = start[0]
-if first > 0:
-    if rank == 0:
-        print(f"checkpoints/{first} is the newest. To start over, remove checkpoints")
-    get_optimizer_state_dict(model, optimizer)  # makes what load fills
-    dcp.load(run, checkpoint_id=f"checkpoints/{first}")
-for epoch in range(first, epochs):
-    loader.sampler.set_epoch(epoch)
-    torch.manual_seed(world_size * (epoch + 1) + rank)  # of dropout and random crops
-    metrics = torch.zeros(2, dtype=torch.float64, device=device)
-    for inputs, targets in loader:
-        inputs, targets = inputs.to(device), targets.to(device)
-        loss = F.cross_entropy(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        metrics[0] += loss.detach() * len(targets)
-        metrics[1] += len(targets)
-    dist.all_reduce(metrics)
-    total, count = metrics
-    weights = model.state_dict()
-    if not all(weight.isfinite().all() for weight in weights.values()):
-        raise SystemExit(f"main.py: error: NaN in the weights after epoch {epoch}")
-    if rank == 0:
-        print(
-            f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples, "
-            f"{world_size} x {device.type}",
-            flush=True,
-        )
+
+found = glob(f"{run_dir}/checkpoint-*")
+path = [max(found, key=lambda path: int(path.split("-")[-1]), default=args.resume)]
+if rank == 0:
+    shutil.rmtree(partial, ignore_errors=True)  # of a job that was killed
+dist.broadcast_object_list(path)  # rank 0 decides for all
+first = int(path[0].split("-")[-1]) if path[0] else 0
+try:
+    if path[0]:
+        get_optimizer_state_dict(model, optimizer)  # makes what load fills
+        dcp.load(run, checkpoint_id=path[0])
+    else:
+        dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(args.model))
+except dcp.CheckpointException as failure:
+    reason = next(iter(failure.failures.values()))[0]
+    raise SystemExit(f"main.py: error: {path[0] or args.model}: {reason}") from None
+
+
+def save(name, content, writer):
+    """Each rank writes its part. Rank 0 gives the folder its name when it is whole."""
     try:
-        dcp.save(run, checkpoint_id=f"checkpoints/{epoch + 1}")
+        dcp.save(content, storage_writer=writer)
     except dcp.CheckpointException as failure:  # the same on all ranks
-        # On a full disk, PyTorch may say "unexpected pos" in place of "No space left".
-        error, _ = next(iter(failure.failures.values()))
-        path = f"checkpoints/{epoch + 1}"
-        raise SystemExit(
-            f"main.py: error: cannot write {path}, is the disk full? {error}"
-        ) from None
-dist.barrier()  # or gloo, on CPUs, may abort when Python ends
+        reason = next(iter(failure.failures.values()))[0]
+        raise SystemExit(f"main.py: error: {name}: disk full? {reason}") from None
+    if rank == 0:
+        shutil.rmtree(f"{partial}/sharded", ignore_errors=True)  # the model's parts
+        os.replace(partial, f"{run_dir}/{name}")
+        print(f"Saved {run_dir}/{name}", flush=True)
+    dist.barrier()
+
+
+saved_at = time.monotonic()
+for step in range(first, total):
+    order = np.random.default_rng(step // steps).permutation(len(samples))
+    batch = order[: steps * args.batch_size].reshape(steps, -1)[step % steps]
+    count = int((samples[batch, 1] >= 0).sum())  # targets of all ranks
+    torch.manual_seed(hash((step, rank)))  # of dropout: the same after a resume
+    loss = torch.zeros((), device=device)
+    for part in batch.reshape(-1, world_size, args.micro_batch_size)[:, rank]:
+        part = torch.from_numpy(samples[part].astype(np.int64)).to(device)
+        tokens, targets, positions = part.unbind(1)
+        logits = model(tokens, position_ids=positions, use_cache=False).logits
+        logits, targets = logits.flatten(0, 1).float(), targets.flatten()
+        share = F.cross_entropy(logits, targets, reduction="sum") / count
+        (share * world_size).backward()  # FSDP takes the mean over the ranks
+        loss += share.detach()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+    if not norm.isfinite():
+        raise SystemExit(f"main.py: error: NaN in the gradients of step {step}")
+    factor = min((step + 1) / 10, 1 - step / total)  # warm-up, then down to 0
+    optimizer.param_groups[0]["lr"] = args.learning_rate * factor
+    optimizer.step()
+    optimizer.zero_grad()
+    due = step + 1 == total or time.monotonic() - saved_at > 1800
+    sums = torch.stack([loss, loss.new_tensor(due), loss.new_tensor(len(warned))])
+    dist.all_reduce(sums)  # the ranks agree whether to save, and whether to stop
+    loss, due, stop = sums.tolist()
+    if rank == 0:
+        print(f"Step {step}: loss {loss:.4f}, gradient norm {norm:.4f}", flush=True)
+    if due or stop:
+        old = glob(f"{run_dir}/checkpoint-*")
+        save(f"checkpoint-{step + 1}", run, dcp.FileSystemWriter(partial))
+        if rank == 0:
+            for path in old:
+                shutil.rmtree(path)
+        saved_at = time.monotonic()
+    if stop:
+        raise SystemExit(1)  # not finished: job.sh starts the job again
+trained = model.state_dict()
+weights = {name: trained[name].to(dtype=config.dtype) for name in weights}
+writer = dcp.HuggingFaceStorageWriter(
+    partial, save_distributed=True, enable_consolidation=True
+)
+if rank == 0:  # the configuration and the tokenizer
+    but_weights = shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pth", ".*")
+    shutil.copytree(args.model, partial, ignore=but_weights, dirs_exist_ok=True)
+save("model", weights, writer)
 dist.destroy_process_group()

@@ -1,75 +1,254 @@
-"""docs/sharded: it trains as one process does, and goes on where the last job was."""
+"""docs/sharded: it trains as one process does, and goes on where the last job was.
 
-import sys
+Nodes of ranks without Slurm are simulated by its variables, a full disk by a small one.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
-from test_your_training import FLAGS, SHARDED, losses, train_alone
-from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from first_aid import user_of
+from slurm_jobs import REPOSITORY, Result
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
-
-
-def build() -> tuple:
-    """Return the script's model, and its optimizer."""
-    text = SHARDED.read_text()
-    names = {"nn": nn}
-    exec(text[text.index("class Transformer") : text.index("model = Tr")], names)
-    model = names["Transformer"]()
-    return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
+SCRIPTS = REPOSITORY / "docs" / "sharded"
+MODELS = Path(__file__).parent / "tiny_models.py"
+FLAGS = "--batch-size 12 --epochs 2 --learning-rate 0.003".split()
+ERROR = "main.py: error: "
 
 
-def test_sharded(jobs, several, tmp_path):
-    alone = train_alone(4, build)
-    assert alone[4] < alone[0] / 2
-    scripts = {"sharded": SHARDED, "hsdp": SHARDED.parent / "hsdp" / "main.py"}
-    scripts["bf16"] = SHARDED.parent / "bf16" / "main.py"
-    folders = {name: several(script) for name, script in scripts.items()}
+class Ranks:
+    """Starts ranks without Slurm, which gives them its variables here."""
 
-    def train(name: str) -> dict[int, float]:
-        arguments = [*FLAGS.split(), "job.sh"]
-        result = jobs.sbatch(folders[name], *arguments, CIFAR10_ARCHIVE="")
+    def __init__(self, python: Path):
+        env = user_of(SimpleNamespace(env={})) | {"OMP_NUM_THREADS": "1"}
+        command = [python, MODELS]
+        pipe = subprocess.PIPE
+        self.server = subprocess.Popen(
+            command, env=env, stdin=pipe, stdout=pipe, text=True
+        )
+
+    def __call__(
+        self,
+        folder: Path,
+        *arguments: str,
+        ranks: int = 1,
+        script: Path = SCRIPTS / "main.py",
+        warn_at: str = "",
+        **env: str,
+    ) -> list[Result]:
+        """Run ranks to their end; warn one of them when the first has printed so."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env |= {"SLURM_STEP_NUM_TASKS": str(ranks)}
+        variables = [
+            env
+            | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            | {"SLURM_NODEID": str(rank % 2)}  # --distribution=cyclic
+            for rank in range(ranks)
+        ]
+        arguments = [str(argument) for argument in arguments]
+        request = json.dumps([str(script), arguments, str(folder), variables])
+        print(request, file=self.server.stdin, flush=True)
+        processes = json.loads(self.server.stdout.readline())
+        logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
+        while warn_at and warn_at not in logs[0].read_text():
+            time.sleep(0.001)
+        if warn_at:
+            os.kill(processes[-1], signal.SIGUSR1)
+        codes = json.loads(self.server.stdout.readline())
+        pairs = zip(logs, codes, strict=True)
+        return [Result(log.read_text(), code) for log, code in pairs]
+
+
+@pytest.fixture(scope="module")
+def ranks(frameworks):
+    ranks = Ranks(frameworks / "bin" / "python")
+    yield ranks
+    ranks.server.stdin.close()
+    assert ranks.server.wait() == 0
+
+
+@pytest.fixture(scope="module")
+def make(ranks, tmp_path_factory):
+    """Return what makes a folder with a model and with samples of chats and texts."""
+
+    def make(kind: str, *options: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind)
+        made = ranks(
+            folder, "make", kind, folder / "pretrained", *options, script=MODELS
+        )
+        assert made[0].exit_code == 0, made
+        words = "a cat sat on the mat and saw one big red dog run far away".split()
+        with open(folder / "data.jsonl", "w") as lines:
+            for n in range(60):
+                text = " ".join(words[n % 7 : n % 7 + 1 + n % 9])
+                chat = [{"role": "user", "content": text}]
+                chat.append({"role": "assistant", "content": words[n % 13] * (n % 3)})
+                document = {"messages": chat} if n % 2 else {"text": text}
+                print(json.dumps(document), file=lines)
+        flags = ["pretrained", "data.jsonl", "32"]
+        packed = ranks(folder, *flags, script=SCRIPTS / "pack.py")
+        assert packed[0].find("^[0-9]+ samples of 32 tokens in samples.npy$"), packed
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def qwen3(make) -> Path:
+    return make("qwen3")
+
+
+def steps(result: Result) -> dict[int, tuple[float, float]]:
+    """Return each step's loss and gradient norm."""
+    found = result.find(r"^Step (\d+): loss (\d+\.\d{4}), gradient norm (\d+\.\d{4})$")
+    return {int(step): (float(loss), float(norm)) for step, loss, norm in found}
+
+
+def assert_near(found: dict, right: dict) -> None:
+    assert found.keys() == right.keys(), (found, right)
+    for step, numbers in found.items():
+        assert numbers == pytest.approx(right[step], abs=0.0005), (step, found, right)
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, number, options",
+    [
+        ("llama", "bfloat16", 3, ["--micro-batch-size", "2"]),
+        ("qwen3", "float32", 4, ["--copies", "2"]),
+    ],
+)
+def test_as_one_process(ranks, make, kind, dtype, number, options):
+    """Losses, norms and the saved model are those of a training without FSDP."""
+    folder = make(kind, dtype)
+    ended = ranks(folder, *FLAGS, *options, ranks=number)
+    assert [result.exit_code for result in ended] == [0] * number, ended
+    assert ended[0].find("^Saved ./model$"), ended
+    flags = ["train", "pretrained", "model", *FLAGS[1::2]]
+    (plain,) = ranks(folder, *flags, script=MODELS)
+    assert plain.exit_code == 0, plain
+    assert_near(steps(ended[0]), steps(plain))
+    far, saved, temperature, text = json.loads(plain.output.splitlines()[-1])
+    assert (saved, temperature, text) == (f"torch.{dtype}", 0.6, "user")
+    assert far < (0.01 if dtype == "bfloat16" else 0.0005)
+
+
+def test_stopped(ranks, make):
+    """Dropout goes on as it would have; a full disk costs nothing that was saved."""
+    folder = make("qwen3", "float32", "0.5")
+    disk = folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", disk]
+    subprocess.run(mount, check=True)
+
+    def run(number: int = 2, full: bool = False, **options) -> Result:
+        filler = disk / "filler"
+        if full:
+            filler.write_bytes(bytes(shutil.disk_usage(disk).free - 30_000))
+        ended = ranks(folder, *FLAGS, ranks=number, RUN_DIR="disk", **options)
+        filler.unlink(missing_ok=True)
+        assert len({result.exit_code for result in ended}) == 1, ended
+        assert "Traceback" not in ended[0].output, ended
+        return ended[0]
+
+    whole = ranks(folder, *FLAGS, ranks=2)[0]
+    stopped = run(warn_at="Step 1:")
+    assert stopped.exit_code == 1 and len(steps(stopped)) < len(steps(whole)), stopped
+    (saved,) = disk.iterdir()
+    assert stopped.find("^Saved disk/(.*)$") == [saved.name], stopped
+    good = {path: path.read_bytes() for path in saved.iterdir()}
+    failed = run(full=True)
+    last = f"checkpoint-{len(steps(whole))}"
+    assert failed.exit_code == 1, failed
+    assert failed.find(rf"^{ERROR}{last}: disk full\? .*(No space|unexpected pos)"), (
+        failed
+    )
+    assert good == {path: path.read_bytes() for path in saved.iterdir()}
+    resumed = run()
+    assert resumed.exit_code == 0, resumed
+    assert_near(steps(stopped) | steps(resumed), steps(whole))
+    assert set(os.listdir(disk)) == {last, "model"}
+    right = (disk / "model" / "model-00001-of-00001.safetensors").read_bytes()
+    again = run()
+    assert again.find(f"^{ERROR}disk/model is there already$"), again
+    shutil.rmtree(disk / "model")
+    failed = run(3, full=True)
+    assert failed.exit_code == 1 and not steps(failed), failed
+    assert failed.find(rf"^{ERROR}model: disk full\? "), failed
+    assert run().find("^Saved disk/model$")
+    assert set(os.listdir(disk)) == {last, "model"}
+    saved = (disk / "model" / "model-00001-of-00001.safetensors").read_bytes()
+    assert saved == right
+
+
+def test_errors(ranks, make):
+    """One line says what is wrong."""
+    folder = make("llama")
+    for name in ("qwen3", "wide", "talks"):
+        shutil.copytree(folder / "pretrained", folder / name)
+    shutil.copy(make("qwen3") / "pretrained" / "config.json", folder / "qwen3")
+    config = folder / "wide" / "config.json"
+    config.write_text(config.read_text().replace('_size": 48', '_size": 64'))
+    wrong = {
+        "--model=none": "no model in none",
+        "--batch-size=5": "no batch of 5 on 2 ranks",
+        "--batch-size=1000": r"\d+ samples, and a step takes 1000",
+        "--copies=4": "no 4 copies on 2 ranks",
+        "--model=qwen3": "qwen3: Missing key in checkpoint state_dict: .*_norm.*",
+        "--model=wide": r"wide: .*[sS]ize.* torch.Size\(\[.*",
+        "--learning-rate=nan": "NaN in the gradients of step 1",
+    }
+    for argument, error in wrong.items():
+        for result in (ended := ranks(folder, *FLAGS, argument, ranks=2)):
+            assert result.exit_code and "Traceback" not in result.output, ended
+        assert re.fullmatch(ERROR + error, ended[0].output.splitlines()[-1]), ended
+    (ended,) = ranks(folder, SLURM_NTASKS="4")
+    assert ended.output == f"{ERROR}this is no task of the job: start it with srun\n"
+    template = folder / "talks" / "chat_template.jinja"
+    template.write_text("{{ messages | length }}" + template.read_text())
+    flags = ["talks", "data.jsonl", "32"]
+    (ended,) = ranks(folder, *flags, script=SCRIPTS / "pack.py")
+    assert ended.output == "pack.py: error: line 2: no prompt at its beginning\n"
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_job(jobs, ranks, make, frameworks):
+    """By job.sh: warned, it comes back and goes on; so do fewer and more ranks."""
+    folder = make("qwen3")
+    (folder / ".venv").symlink_to(frameworks)
+    for name in ("sharded/main.py", "your_training/job.sh"):
+        shutil.copy(REPOSITORY / "docs" / name, folder)
+    flags = [*FLAGS, "--epochs=8"]
+
+    def submit(shape: str, *more: str) -> str:
+        nodes, tasks = shape.split(" x ")
+        each = f"--ntasks-per-node={tasks} --gpus-per-node={tasks}"
+        options = f"--nodes={nodes} {each} --cpus-per-task=1 --mem=4G".split()
+        return jobs.submit(folder, *options, "job.sh", *flags, *more)
+
+    job = submit("2 x 1")
+    jobs.until(job, "^Step 2:")
+    jobs.run(["scancel", "--signal=USR1", job])
+    name = jobs.until(job, rf"^Saved runs/{job}/(checkpoint-\d+)$")[1]
+    shutil.copytree(folder / "runs" / job / name, folder / "kept" / name)
+    (folder / "alone").mkdir()
+    right = steps(ranks(folder, *flags, ranks=2, RUN_DIR="alone")[0])
+    result = jobs.wait(job)
+    assert (result.state, result.restarts) == ("COMPLETED", 1), result
+    assert len(result.find("^Step ")) == len(right), result
+    assert_near(steps(result), right)
+    first = int(name.split("-")[1])
+    for job in [
+        submit(shape, "--resume", f"kept/{name}") for shape in ("1 x 1", "2 x 2")
+    ]:
+        result = jobs.wait(job)
         assert result.state == "COMPLETED", result
-        return losses(result.output, 4)
-
-    trained = {name: train(name) for name in folders}
-    for name, found in trained.items():
-        assert list(found) == list(range(5))
-        # Later on, Adam makes a difference of a rounding large.
-        near = 0.01 if name == "bf16" else 0.0005
-        for loss, right in zip(list(found.values())[:3], alone, strict=False):
-            assert abs(loss - right) < near, (name, found, alone)
-    assert trained["bf16"] != trained["sharded"]
-
-    # Each rank holds a quarter of the weights, and of what Adam remembers of them.
-    # With HSDP, a node has all of them, and each of its two ranks a half.
-    for name, parts in (("sharded", 4), ("hsdp", 2), ("bf16", 4)):
-        reader = FileSystemReader(folders[name] / "checkpoints" / "5")
-        saved = reader.read_metadata().state_dict_metadata
-        weight = "layers.0.linear1.weight"
-        # The optimizer knows it by its number: the seventh of all.
-        for key in (f"model.{weight}", "optimizer.state.6.exp_avg"):
-            sizes = [list(part.sizes) for part in saved[key].chunks]
-            assert sizes == parts * [[64 // parts, 32]], name
-            assert saved[key].properties.dtype == torch.float32, name
-
-    # As the page says, for a script that knows nothing of shards.
-    folder = folders["sharded"]
-    dcp_to_torch_save(folder / "checkpoints" / "5", tmp_path / "model.pt")
-    weights = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
-    assert weights["head.weight"].shape == (2, 32)
-    assert weights["layers.1.linear2.weight"].shape == (32, 64)
-
-    # As if the job had been killed while it saved.
-    for epoch in ("4", "5"):
-        (folder / "checkpoints" / epoch / ".metadata").unlink()
-    resumed = train("sharded")
-    assert list(resumed) == [3, 4]
-    assert abs(resumed[3] - trained["sharded"][3]) < 0.0005, (resumed, trained)
-
-    # One process, without srun, reads what four have saved.
-    again = jobs.run([sys.executable, "main.py"], folder)
-    assert again.exit_code == 0 and not again.find("^Epoch"), again
-    assert again.find("^checkpoints/5 is the newest"), again
+        assert_near(steps(result), {n: right[n] for n in right if n >= first})
