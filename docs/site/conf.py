@@ -41,7 +41,7 @@ PAGES = {
         "docs/first_aid",
         *(f"docs/first_aid/{name}" for name in ("queue", "environment", "ranks")),
     ],
-    "Evidence": ["docs/evidence", "CONTRIBUTING"],
+    "Evidence": ["docs/evidence", "CONTRIBUTING", "tests/README"],
 }
 TOCTREE = "".join(
     f"\n.. toctree::\n   :hidden:\n   :caption: {caption}\n\n"
