@@ -123,11 +123,17 @@ def run_epochs(
     train_loader, valid_loader = loaders
     device = ddp_model.device
     for epoch in range(run.epoch, run.recipe["epochs"] + 1):
-        steps = run.steps - run.step  # others were done before this start
         batches = watch.batches(training_batches(train_loader, run, device))
         # A progress bar, in a terminal only.
         if dist.get_rank() == 0:
-            batches = tqdm(batches, f"Epoch {epoch}", steps, leave=False, disable=None)
+            batches = tqdm(
+                batches,
+                f"Epoch {epoch}",
+                run.steps,
+                leave=False,
+                disable=None,
+                initial=run.step,  # an earlier start has taken these
+            )
         metrics = train(ddp_model, run, coordinator, batches)
         train_loss, train_accuracy = average(metrics)
         speed, in_words = watch.speed(run.global_batch_size)

@@ -203,19 +203,19 @@ def draw_hang() -> str:
             "name",
             left,
             300,
-            "error: rank 2 on node2 does not answer: it is stopped or has ended, …",
-        ),
-        text(
-            "name",
-            left,
-            322,
-            "error: rank 0 on node1 has not moved for 108 s: it works on a batch, …",
+            "error: rank 0 on node1 has not moved for 84 s: it works on a batch, …",
         ),
         text(
             "small",
             left,
-            344,
+            322,
             "and below it the Python stack of each thread of that rank",
+        ),
+        text(
+            "name",
+            left,
+            344,
+            "error: rank 2 on node2 does not answer: it is stopped or has ended, …",
         ),
     ]
     return picture(

@@ -51,7 +51,8 @@ def main() -> None:
         example.set_ranks()
         device = example.setup_distributed()
         of_no_run = Mock(scheduler=Mock(last_epoch=0))
-        watch = example.Watch(scratch, device, settings, of_no_run)
+        watch = example.Watch(settings)
+        watch.begin(scratch, device, of_no_run)
         classes, steps = len(staged.images.classes), len(staged) // args.batch_size
 
         def make_model():
