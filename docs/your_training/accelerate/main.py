@@ -24,7 +24,8 @@ accelerator = Accelerator(cpu=cpu, dataloader_config=loading)
 torch.manual_seed(0)
 points = torch.rand(16384, 2)  # your data
 dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
-loader = DataLoader(dataset, 64, shuffle=True, drop_last=True)
+own = torch.Generator()  # or each new loop would draw one of dropout's random numbers
+loader = DataLoader(dataset, 64, shuffle=True, drop_last=True, generator=own)
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
