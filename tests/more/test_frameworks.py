@@ -45,7 +45,7 @@ def interrupt(jobs: Jobs, job: str, line: str, epochs: int, number: signal.Signa
     def losses() -> bool:
         return len(Result(jobs.log(job), 0).find(line)) >= epochs
 
-    jobs.until_found(job, losses, f"{epochs} epochs", 300, pause=0.002)
+    jobs.until_found(job, losses, f"{epochs} epochs", 300, pause=0.01)
     stop(rank := jobs.pid("node2", "-X faulthandler main.py"))
     jobs.run(["scancel", f"--signal={number.name}", job])
     User.until_pending(jobs, job, rank, number)
