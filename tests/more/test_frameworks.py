@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ LINES = {
     "lightning": r"^Epoch \d: loss (\d\.\d{4})$",
     "trainer": r"^\{'eval_loss': '(\S*)'.*'epoch': '\d'\}$",
 }
+
+
+@pytest.fixture(scope="module")
+def environment(frameworks) -> Path:
+    """Its modules are compiled once, and not by each rank at the same time."""
+    imports = "import lightning; from transformers import Trainer"
+    subprocess.run([frameworks / "bin" / "python", "-c", imports], check=True)
+    return frameworks
 
 
 def submit(jobs: Jobs, folder: Path, name: str, environment: Path) -> str:
@@ -36,8 +45,8 @@ def interrupt(jobs: Jobs, job: str, line: str, epochs: int, number: signal.Signa
     def losses() -> bool:
         return len(Result(jobs.log(job), 0).find(line)) >= epochs
 
-    jobs.until_found(job, losses, f"{epochs} epochs", 300, pause=0.002)
-    stop(rank := jobs.pid("node2", "main.py"))
+    jobs.until_found(job, losses, f"{epochs} epochs", 300, pause=0.01)
+    stop(rank := jobs.pid("node2", "-X faulthandler main.py"))
     jobs.run(["scancel", f"--signal={number.name}", job])
     User.until_pending(jobs, job, rank, number)
     os.kill(rank, signal.SIGCONT)
@@ -47,11 +56,11 @@ def interrupt(jobs: Jobs, job: str, line: str, epochs: int, number: signal.Signa
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", LINES)
-def test_goes_on_in_the_middle_of_an_epoch(jobs, frameworks, tmp_path, name):
+def test_goes_on_in_the_middle_of_an_epoch(jobs, environment, tmp_path, name):
     """Warned of the time limit, then of a preemption: the losses are the same."""
     line = LINES[name]
-    job = submit(jobs, tmp_path / "stopped twice", name, frameworks)
-    undisturbed = submit(jobs, tmp_path / "undisturbed", name, frameworks)
+    job = submit(jobs, tmp_path / "stopped twice", name, environment)
+    undisturbed = submit(jobs, tmp_path / "undisturbed", name, environment)
     interrupt(jobs, job, line, 1, signal.SIGUSR1)
     interrupt(jobs, job, line, 3, signal.SIGTERM)
     result, expected = jobs.wait(job), jobs.wait(undisturbed)

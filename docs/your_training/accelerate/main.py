@@ -24,11 +24,13 @@ accelerator = Accelerator(cpu=cpu, dataloader_config=loading)
 torch.manual_seed(0)
 points = torch.rand(16384, 2)  # your data
 dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
-loader = DataLoader(dataset, 64, shuffle=True, drop_last=True)
+own = torch.Generator()  # or each new loop would draw one of dropout's random numbers
+loader = DataLoader(dataset, 64, shuffle=True, drop_last=True, generator=own)
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-run_dir, batch_size = os.environ["RUN_DIR"], 64 * accelerator.num_processes
+run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
+batch_size = 64 * accelerator.num_processes
 
 
 def save(epoch, samples):
@@ -61,8 +63,9 @@ for epoch in range(first, 5):
                 raise SystemExit(1)  # not finished: job.sh starts the job again
     done = 0
     model.eval()
+    inputs, targets = (tensor.to(accelerator.device) for tensor in dataset.tensors)
     with torch.no_grad():
-        loss = F.cross_entropy(model(dataset.tensors[0]), dataset.tensors[1])
+        loss = F.cross_entropy(model(inputs), targets)
     model.train()
     if accelerator.is_main_process:
         print(f"Epoch {epoch}: loss {loss:.4f}", flush=True)

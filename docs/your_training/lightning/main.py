@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
 # Another number of ranks has another file: it starts from the beginning.
-checkpoint = f"{os.environ['RUN_DIR']}/checkpoint.{world_size}-ranks.ckpt"
+checkpoint = f"{run_dir}/checkpoint.{world_size}-ranks.ckpt"
 
 
 class SaveAndStop(L.Callback):
@@ -75,7 +76,7 @@ trainer = L.Trainer(
     devices=int(os.environ["SLURM_NTASKS_PER_NODE"]),
     plugins=[SLURMEnvironment(auto_requeue=False)],
     callbacks=[SaveAndStop()],
-    default_root_dir=os.environ["RUN_DIR"],
+    default_root_dir=run_dir,
     enable_progress_bar=False,
 )
 module = Module(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))

@@ -13,8 +13,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 os.environ["RANK"] = os.environ["SLURM_PROCID"]
 os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
 os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
 # Another number of ranks has another folder: it starts from the beginning.
-folder = Path(os.environ["RUN_DIR"], f"{os.environ['WORLD_SIZE']}-ranks")
+folder = Path(run_dir, f"{os.environ['WORLD_SIZE']}-ranks")
 warned = []  # by Slurm: USR1 before the time limit, TERM before a preemption
 for name in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(name, lambda number, frame: warned.append(number))
