@@ -1,22 +1,22 @@
 import csv
 import os
 
-from images import cut
+from crops import center_crop, random_crop
 from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import models
 
 
 class Table(Dataset):
-    """The images of a CSV file. A key is an index, for the training (epoch, index)."""
+    """The images of a CSV file with the columns path and label."""
 
-    def __init__(self, table, classes=()):
+    def __init__(self, table, crop, classes=()):
         with open(table, newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file, restval="", skipinitialspace=True))
         if not {"path", "label"} <= set(rows[0] if rows else ()):
             raise SystemExit(f"main.py: error: {table} has no path,label")
         pairs = [(row["path"].strip(), row["label"].strip()) for row in rows]
-        self.rows = [pair for pair in pairs if any(pair)]
+        self.rows, self.crop = [pair for pair in pairs if any(pair)], crop
         self.classes = classes or sorted({label for _, label in self.rows} - {""})
         for path, label in self.rows:
             if label not in self.classes:
@@ -27,10 +27,10 @@ class Table(Dataset):
     def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, key):
-        path, label = self.rows[key[1] if isinstance(key, tuple) else key]
+    def __getitem__(self, index):
+        path, label = self.rows[index]
         try:
-            return cut(Image.open(path), key), self.classes.index(label)
+            return self.crop(Image.open(path)), self.classes.index(label)
         except Exception as error:  # of several kinds
             raise RuntimeError(f"cannot read {path}: {error}") from None
 
@@ -39,5 +39,5 @@ def build_model():
     return models.resnet18(num_classes=len(train_set.classes))
 
 
-train_set = Table("train.csv")
-valid_set = Table("validation.csv", train_set.classes)
+train_set = Table("train.csv", random_crop)
+valid_set = Table("validation.csv", center_crop, train_set.classes)
