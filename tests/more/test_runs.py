@@ -233,7 +233,7 @@ def trials(folder: Path, job: str, python: Path) -> list[list]:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_search(jobs: Jobs, project, frameworks):
-    """A task is warned, one requeued, one killed: no trial is lost, none is repeated."""
+    """A task is warned, one requeued, one killed: no trial is lost, or made twice."""
     program = (RUNS / "search.py").read_text()
     folder = project(python=f"{frameworks}/bin/python", program=program)
     flags = [f"--output={jobs.logs}/%A_%a.out", "--array=1-4%3", "--mem=4G"]
