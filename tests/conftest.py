@@ -186,7 +186,7 @@ def binding_jobs(start_cluster, clone, archive, tmp_path_factory):
 def project(jobs, tmp_path_factory) -> Path:
     """A project of one's own, as docs/your_training.rst has people make it."""
     folder = tmp_path_factory.mktemp("a project")
-    blocks = [listing("your_training.rst", words) for words in ("uv init", "sed ")]
+    blocks = [listing("your_training.rst", words) for words in ("uv init", "cp ")]
     jobs.type_in(folder, "".join(blocks))
     (project,) = folder.iterdir()
     return project
@@ -194,14 +194,13 @@ def project(jobs, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def several(jobs, project):
-    """Return what makes a folder in it, with multi_node's job.sh and a script."""
-    words = r"""sed 's|\.\./\.venv|.venv|' "$PYTORCH_ON_SLURM/multi_node"""
+    """Return what makes a folder in it, with job.sh and a script."""
 
     def make(script: Path) -> Path:
         folder = project / script.parent.name
         folder.mkdir()
         (folder / ".venv").symlink_to(project / ".venv")
-        jobs.type_in(folder, listing("your_training.rst", words))
+        jobs.type_in(folder, listing("your_training.rst", "cp "))
         shutil.copy(script, folder / "main.py")
         return folder
 

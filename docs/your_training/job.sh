@@ -9,7 +9,7 @@
 #SBATCH --signal=USR1@180    # and warns main.py 180 s before
 #SBATCH --requeue            # Slurm may start the job again, to resume
 #SBATCH --open-mode=append   # in the same log
-#SBATCH --propagate=NONE     # without the limits (ulimit) of the login node's shell
+#SBATCH --propagate=CORE     # of the login shell's limits (ulimit), only that on core files
 #SBATCH --wait-all-nodes=1   # start when all are ready
 # EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type.
 # EDIT: write the path of a tar file after :- or export it before sbatch. Each node unpacks it
@@ -70,12 +70,13 @@ stage() {
     mkdir "$LOCAL_JOB_DIR" || fail "$(hostname) needs its own local_disk"
     [ -z "$DATA_ARCHIVE" ] || tar -xf "$DATA_ARCHIVE" --one-top-level="$LOCAL_JOB_DIR/data" ||
         fail "$(hostname) cannot unpack DATA_ARCHIVE=$DATA_ARCHIVE"
-    # Folders that were packed without the right to write could not be removed.
+    # What is read-only in the archive could not be removed.
     chmod -R u+rwX "$LOCAL_JOB_DIR"
 }
 
+# With || : no job fails because its folder cannot be removed.
 remove_data() {
-    on_each_node --immediate=30 rm -rf "$LOCAL_JOB_DIR" || rm -rf "$LOCAL_JOB_DIR" || true
+    on_each_node --immediate=30 rm -rf "$LOCAL_JOB_DIR" || rm -rf "$LOCAL_JOB_DIR" || :
 }
 
 # What main.py saves goes to RUN_DIR. A job has the same one when it starts again. That of an
@@ -119,7 +120,7 @@ finish() {
     remove_data
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
-        scontrol update JobId="$this_job" Requeue=0 || true
+        scontrol update JobId="$this_job" Requeue=0 || :
     elif [[ $(list_checkpoints) != "$saved_before" || $(show_job) == *PreemptTime=2* ]]; then
         echo "job.sh: status $status: starts again, to resume"
         # A busy controller may not answer. A requeue ends this script.
@@ -154,8 +155,9 @@ forget_other_jobs() {
     done
     # A port that comes with an address is another job's. By itself, it is your choice.
     [ -z "${MASTER_ADDR:-}" ] || unset MASTER_PORT
-    # After sbatch --export=…, srun would pass on only the variables named there.
-    export SLURM_EXPORT_ENV=ALL
+    # After sbatch --export=…, srun would pass on only the variables named there. Where Slurm
+    # cannot load the login environment then, bash has a PATH and its tasks have none.
+    export SLURM_EXPORT_ENV=ALL PATH
 }
 fail() {
     echo "job.sh: error: $*" >&2

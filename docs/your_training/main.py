@@ -21,21 +21,22 @@ elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
     os.environ["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
     os.environ["MASTER_PORT"] = str(10000 + int(os.environ["SLURM_JOB_ID"]) % 20000)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+epochs = 5
+
+points = torch.rand(16384, 2)  # your data
+dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
+sampler = DistributedSampler(dataset, world_size, rank, drop_last=True)
+loader = DataLoader(dataset, 64, sampler=sampler, drop_last=True)
+if len(sampler) < 64:
+    raise SystemExit(f"main.py: error: {len(dataset)} samples make no step")
+
 gpu = None
 if device.type == "cuda":
     gpu = device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
 backend = "nccl" if gpu else "gloo"
 dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
-torch.manual_seed(0)
-epochs = 5
-
-points = torch.rand(16384, 2)  # your data
-dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
-sampler = DistributedSampler(dataset, drop_last=True)
-loader = DataLoader(dataset, 64, sampler=sampler, drop_last=True)
-if len(sampler) < 64:
-    raise SystemExit(f"main.py: error: a step takes {64 * world_size} samples")
 
 # Your model.
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)

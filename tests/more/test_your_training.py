@@ -1,16 +1,13 @@
-"""docs/your_training: a script as a job of one GPU, and what becomes of it on several.
+"""docs/your_training: a script as a job of one GPU, of several, and how it comes back.
 
 GPUs, disks of nodes and a loss of NaN are simulated; ranks without Slurm get its names.
 """
 
-import contextlib
-import fcntl
 import re
 import shutil
 import socket
 import subprocess
 import sys
-import textwrap
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,23 +15,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from first_aid import user_of
-from slurm_jobs import REPOSITORY, Jobs, Result, listing, stop
+from slurm_jobs import REPOSITORY, Jobs, Result, listing
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 
 FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
 PAGE = (REPOSITORY / "docs" / "your_training.rst").read_text()
 SCRIPTS = REPOSITORY / "docs" / "your_training"
 RESUME = SCRIPTS / "resume" / "main.py"
+WHOLE = SCRIPTS / "whole" / "main.py"
 SHARDED = REPOSITORY / "docs" / "sharded" / "main.py"
 HOME = user_of(SimpleNamespace(env={}))  # the variables of a shell without Slurm
 
 
-def losses(text: str, processes: int) -> dict[int, float]:
-    """Return each epoch's loss, as printed, each over 16384 samples."""
+def losses(text: str, processes: int, samples: int = 16384) -> dict[int, float]:
+    """Return each epoch's loss, as printed, over so many samples."""
     end = f", {processes} x cpu.*" if processes else ""
-    line = rf"^Epoch (\d): loss (\d\.\d{{4}}) over 16384 samples{end}$"
+    line = rf"^Epoch (\d): loss (\d\.\d{{4}}) over {samples} samples{end}$"
     found = re.findall(line, text, re.MULTILINE)
     return {int(epoch): float(loss) for epoch, loss in found}
 
@@ -83,7 +81,7 @@ def expected(world_size: int, rate: float | None = None) -> list[float]:
 def together(jobs: Jobs, several) -> tuple[Path, Result]:
     """The script as a job of four processes on two nodes."""
     folder = several(SCRIPTS / "main.py")
-    return folder, jobs.sbatch(folder, *FLAGS.split(), "job.sh", CIFAR10_ARCHIVE="")
+    return folder, jobs.sbatch(folder, *FLAGS.split(), "job.sh")
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -91,7 +89,8 @@ def test_one_gpu_first(jobs, project):
     """The script runs as it is, and its log is that of the same script at home."""
     shutil.copy(SCRIPTS / "before.py", project / "main.py")
     one = "--cpus-per-task=1 --mem=2G"
-    result = jobs.sbatch(project, *one.split(), "job.sh", CIFAR10_ARCHIVE="")
+    # Another Python's home, of the shell, would stop this one.
+    result = jobs.sbatch(project, *one.split(), "job.sh", PYTHONHOME="/nowhere")
     assert result.state == "COMPLETED", result
     found = losses(result.output, 0)
     assert list(found) == list(range(5)) and found[4] < found[0] / 2, result
@@ -102,7 +101,7 @@ def test_your_training(jobs, project, together):
     """A rank's step is a share of what one process computes; old weights fit."""
     folder, result = together
     assert result.state == "COMPLETED", result
-    weights = torch.load(folder / "model.pt", weights_only=True)
+    weights = torch.load(folder / "runs" / result.job / "model.pt", weights_only=True)
     shapes = {name: value.shape for name, value in weights.items()}
     assert shapes == {
         name: value.shape
@@ -124,7 +123,7 @@ def test_salloc(jobs, together):
     command = ["salloc", "--quiet", *FLAGS.split(), "bash", "-c", typed]
     output = jobs.run(command, folder).output
     error, ended, *_ = output.splitlines()
-    assert error.startswith("main.py: error: start it with srun"), output
+    assert error.endswith("this is no task of the job: start it with srun"), output
     assert ended == "ended 1", output
     assert losses(output, 4) == losses(result.output, 4), output
 
@@ -140,40 +139,7 @@ def test_other_numbers(jobs, together, tasks):
     assert result.exit_code == 0, result
 
 
-@pytest.mark.usefixtures("nothing_left")
-def test_chain(jobs, several, together):
-    """A job is killed, the next one goes on, and the last has nothing to do."""
-    folder = several(SCRIPTS / "resume" / "main.py")
-    chain_typed = listing("your_training.rst", "job=$(sbatch")
-    options = f'{FLAGS} --output="{jobs.logs}/%j.out"'
-    typed = f'sbatch() {{ command sbatch {options} "$@"; }}\n{chain_typed}'
-    result = jobs.run(["bash", "-euc", typed], folder, CIFAR10_ARCHIVE="")
-    assert result.exit_code == 0, result
-    queue = jobs.run(["squeue", "--noheader", "--format=%A", "--sort=i"])
-    first, second, third = queue.output.split()
-    jobs.submitted += [first, second, third]
-
-    def rank_0() -> int:
-        with contextlib.suppress(ValueError):  # it has not started
-            return jobs.pid("node1", "main.py")
-
-    saved = (folder / "checkpoint.pt").exists
-    rank = jobs.until_found(first, rank_0, "rank 0", 120)
-    jobs.until_found(first, saved, "a checkpoint", 120, pause=0.001)
-    stop(rank)  # or it may be done before Slurm ends it
-    killed = jobs.cancel(first)
-    assert killed.state == "CANCELLED", killed
-    parts = [losses(killed.output, 4)]
-    for job in (second, third):
-        result = jobs.wait(job)
-        assert result.state == "COMPLETED", result
-        parts.append(losses(result.output, 4))
-    assert parts[0] and 4 not in parts[0] and 0 not in parts[1] and not parts[2], parts
-    assert parts[0] | parts[1] == losses(together[1].output, 4), parts
-    assert result.find("^checkpoint.pt is of epoch 4. To start over, "), result
-
-
-def start(script: Path, *folders: Path, **more: str) -> list[Result]:
+def start(script: Path, *folders: Path, arguments=(), **more: str) -> list[Result]:
     """Train without Slurm, one rank in each folder; return how each has ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -182,7 +148,7 @@ def start(script: Path, *folders: Path, **more: str) -> list[Result]:
     env |= {"SLURM_STEP_NUM_TASKS": str(len(folders))} | more
     ranks = [
         subprocess.Popen(
-            ["timeout", "120", sys.executable, script],
+            ["timeout", "240", sys.executable, script, *arguments],
             cwd=folder,
             env=HOME | env | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stdout=subprocess.PIPE,
@@ -197,149 +163,209 @@ def start(script: Path, *folders: Path, **more: str) -> list[Result]:
 def changed(folder: Path, old: str, new: str, script: Path = RESUME) -> Path:
     """Return a copy of a script, with another text in one place."""
     text = script.read_text()
-    assert text.count(old) == 1
+    assert text.count(old) == 1, old
     folder.mkdir(exist_ok=True)
     (folder / "changed.py").write_text(text.replace(old, new))
     return folder / "changed.py"
 
 
-def test_one_rank_decides(tmp_path):
-    """Rank 1 sees no checkpoint; the rate is that of the new number of processes."""
-    own = tmp_path / "another node's disk"
-    own.mkdir()
-    short = changed(tmp_path, "epochs = 5", "epochs = 2")
-    assert losses(start(short, tmp_path)[0].output, 1).keys() == {0, 1}
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> Path:
+    """A script of one's own, made from resume's, in which a test lets things happen.
+
+    Before its imports, and after a step, it runs what a variable holds.
+    """
+    folder = tmp_path_factory.mktemp("scripts") / "own"
+    folder.mkdir()
+    text = RESUME.read_text().replace("nn.ReLU(),", "nn.ReLU(), nn.Dropout(0.5),")
+    text = text.replace("16384, 2", "2048, 2").replace("epochs = 5", "epochs = 3")
+    step = "        mine += len(targets)\n"
+    assert text.count(step) == 1
+    happens = '        exec(os.environ.get(f"AT_{epoch}_{mine}", ""))\n'
+    first = 'import os\nexec(os.environ.get("AT_IMPORT", ""))\n'
+    (folder / "main.py").write_text(first + text.replace(step, step + happens))
+    return folder / "main.py"
+
+
+@pytest.fixture(scope="module")
+def own_folder(several, own) -> Path:
+    return several(own)
+
+
+WAIT = "print('waits', flush=True)\nwhile not warned:\n    time.sleep(0.01)"
+SAVE = "saved_at -= 600"
+ONCE = """import time
+mark = os.environ["RUN_DIR"] + "/once-" + os.environ["SLURM_PROCID"]
+if not os.path.exists(mark):
+    open(mark, "w").close()
+    """
+TWO = "--nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --mem=2G".split()
+ONE = "--cpus-per-task=1 --mem=2G".split()
+NOT_AGAIN = (
+    r"^job.sh: error: status \d+, no new checkpoint in runs/.*: not started again$"
+)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_it_comes_back_and_goes_on(jobs, own, own_folder, tmp_path):
+    """Preempted in its imports, then warned of the time limit, then requeued.
+
+    Its losses are those of a run that nothing has happened to.
+    """
+    happens = {"AT_0_640": WAIT, "AT_2_320": WAIT}
+    happens["AT_IMPORT"] = ONCE + "print('imports', flush=True); time.sleep(600)"
+    limits = ["--signal=USR1@175", "--time=10"]
+    job = jobs.submit(own_folder, *TWO, *limits, "job.sh", **happens)
+    jobs.until(job, "(?s)(imports.*){2}")
+    sleep = "--wrap=exec sleep infinity"
+    grace = "scontrol update PartitionName=main GraceTime="
+    jobs.run(f"{grace}15".split())
+    urgent = jobs.submit("", "--partition=urgent", "--nodes=3", "--exclusive", sleep)
+    jobs.until(job, r"^job.sh: status \d+: starts again, to resume$")
+    jobs.run(f"{grace}0".split())
+    jobs.run(["scancel", urgent])
+    jobs.until(job, "(?s)(waits.*){2}")
+    # Slurm warns the job at once when it gets a limit of three minutes.
+    jobs.run(["scontrol", "update", f"job={job}", "TimeLimit=3"])
+    jobs.until(job, r"(?s)(job.sh: status \d+: starts again.*){2}")
+    jobs.run(["scontrol", "update", f"job={job}", "TimeLimit=10"])
+    jobs.until(job, "(?s)(waits.*){4}")
+    assert jobs.run(["scontrol", "requeue", job]).exit_code == 0
+    result = jobs.wait(job)
+    assert (result.state, result.restarts) == ("COMPLETED", 3), result
+    assert len(result.find(f"^Resumed runs/{job}/checkpoint.pt: epoch")) == 2, result
+    undisturbed, _ = start(own, tmp_path, tmp_path)
+    assert losses(result.output, 2, 2048) == losses(undisturbed.output, 2, 2048)
+    assert len(losses(undisturbed.output, 2, 2048)) == 3, undisturbed
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_what_ends_a_job(jobs, own, own_folder, tmp_path):
+    """Jobs at once in one folder, each with its own files.
+
+    Of an array, each task loses a rank and goes on by itself. An error that comes
+    again, or NaN, ends a job. A cancelled one stays away.
+    """
+
+    def submit(*flags: str, **happens: str) -> str:
+        return jobs.submit(own_folder, *ONE, *flags, "job.sh", AT_0_640=SAVE, **happens)
+
+    kill = ONCE + "os.kill(os.getpid(), signal.SIGKILL)"
+    array = submit("--array=1-2", AT_2_640=kill)
+    error = submit(AT_2_640="1 / 0")
+    nan = "model.module[0].weight.data.fill_(float('nan'))\n" + SAVE
+    diverged = submit(AT_1_640=nan)
+    cancelled = submit(AT_1_640=WAIT)
+    # As if an array's task had submitted it; and it gets the number of another job.
+    inherited = {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "2"}
+    number_again = submit("--hold", **inherited)
+    (own_folder / "runs" / number_again).mkdir(parents=True)
+    (own_folder / "runs" / number_again / "checkpoint.pt").touch()
+    jobs.run(["scontrol", "release", number_again])
+
+    (whole,) = start(own, tmp_path)
+    jobs.until(cancelled, "waits")
+    result = jobs.cancel(cancelled)
+    assert (result.state, result.restarts) == ("CANCELLED", 0), result
+    result = jobs.wait(error)
+    assert (result.state, result.restarts) == ("FAILED", 1), result
+    assert result.find("^ZeroDivisionError") and result.find(NOT_AGAIN), result
+    result = jobs.wait(diverged)
+    assert (result.state, result.restarts) == ("FAILED", 1), result
+    assert result.find(
+        "^main.py: error: NaN in the weights: checkpoint.pt is not saved$"
+    )
+    saved = own_folder / "runs" / diverged / "checkpoint.pt"
+    weights = torch.load(saved, weights_only=True)["model"]
+    assert all(weight.isfinite().all() for weight in weights.values())
+    result = jobs.wait(number_again)
+    assert (result.state, result.restarts) == ("FAILED", 0), result
+    assert result.find(
+        f"^job.sh: error: move runs/{number_again} away: it is not empty$"
+    )
+    for task in ("1", "2"):
+        name = f"{array}_{task}"
+        number = jobs.show(name)["JobId"]
+        jobs.wait(name)
+        info = jobs.show(name)
+        log = jobs.log(number)
+        assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), log
+        assert losses(log, 1, 2048) == losses(whole.output, 1, 2048), log
+        assert (own_folder / "runs" / name / "model.pt").exists()
+
+
+def test_another_number_of_ranks(tmp_path, own):
+    """What three ranks have not done, two do, and the line says what repeats."""
+    warn = {"AT_1_64": "warned.append(1)"}
+    stopped = start(own, *[tmp_path] * 3, **warn)
+    assert {rank.exit_code for rank in stopped} == {1}, stopped
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    momentum = {n: m["momentum_buffer"] for n, m in saved["momentum"].items()}
-
-    def build() -> tuple:
-        model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
-        model.load_state_dict(saved["model"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * 2, momentum=0.9)
-        for n, weight in enumerate(model.parameters()):
-            optimizer.state[weight]["momentum_buffer"] = momentum[n].clone()
-        return model, optimizer
-
-    rank_0, rank_1 = start(RESUME, tmp_path, own)
-    assert (rank_0.exit_code, rank_1.exit_code) == (0, 0), (rank_0, rank_1)
-    found = losses(rank_0.output, 2)
-    for epoch, loss in enumerate(train_alone(2, build, first=2), start=2):
-        assert abs(found.pop(epoch) - loss) < 0.002, rank_0
-    assert not found and not list(own.iterdir())
+    done = int(saved["done"][1])
+    assert saved["epoch"] == 1 and done % (3 * 64) == 0
+    resumed, _ = start(own, tmp_path, tmp_path)
+    line = f"Resumed ./checkpoint.pt: epoch 1, {done} samples, {done % 2} again"
+    assert line in resumed.output.splitlines(), resumed
+    # The rest is shared in whole batches.
+    count = done + (2048 - done) // 128 * 128
+    assert list(losses(resumed.output, 2, count)) == [1], resumed
+    assert list(losses(resumed.output, 2, 2048)) == [2], resumed
 
 
-def test_random_numbers_and_a_schedule_after_a_resume(tmp_path):
-    """They are what they would have been."""
-    old = "nn.ReLU(), nn.Linear(64, 2)).to(device)"
-    text = changed(tmp_path, old, f"nn.Dropout(0.5), {old}").read_text()
-    set_rate = listing("your_training.rst", "for group in")
-    script = tmp_path / "scheduled.py"
-    script.write_text(text.replace("    metrics =", f"{set_rate}\n    metrics =", 1))
-    whole = losses(start(script, tmp_path)[0].output, 1)
-    (tmp_path / "checkpoint.pt").unlink()
-    stopped = tmp_path / "stopped.py"
-    stopped.write_text(script.read_text().replace("(first, epochs)", "(first, 3)"))
-    parts = losses(start(stopped, tmp_path)[0].output, 1)
-    assert len(parts) == 3
-    parts |= losses(start(script, tmp_path)[0].output, 1)
-    assert parts == whole and len(whole) == 5
-
-
-@pytest.mark.parametrize("script", [RESUME, SHARDED], ids=["resume", "sharded"])
-def test_a_good_checkpoint_stays(tmp_path, script):
-    """Of NaN, a full disk and a second job, one line tells; no bad file is taken."""
+def test_a_full_disk(tmp_path, own):
+    """The last good file stays, and one line tells."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk]
     subprocess.run(mount, check=True)
-    small = changed(tmp_path, "16384, 2", "2048, 2", script)
-    short = changed(tmp_path / "short", "epochs = 5", "epochs = 1", small)
-    assert start(short, disk, disk)[0].exit_code == 0
-
-    def files() -> dict[Path, bytes]:
-        return {p: p.read_bytes() for p in disk.rglob("*") if p.is_file()}
-
-    good = files()
-
-    def error(script: Path, *folders: Path) -> str:
-        for result in (ended := start(script, *folders)):
-            assert result.exit_code == 1 and "Traceback" not in result.output, ended
-        assert len({result.output.splitlines()[-1] for result in ended}) == 1, ended
-        return ended[0].output.splitlines()[-1]
-
-    nan = "(loss * float('nan')).backward()"
-    unstable = changed(tmp_path / "unstable", "loss.backward()", nan, small)
-    # As if the others did not see the file yet.
-    text = unstable.read_text().replace("whole = [", "whole = [] if rank else [")
-    unstable.write_text(text)
-    wanted = "main.py: error: NaN in the weights after epoch 1"
-    assert error(unstable, disk, disk) == wanted
-    assert files() == good
-    with open(disk / "checkpoint.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        wanted = "main.py: error: another job trains in this folder"
-        assert error(small, disk) == wanted
+    (ended,) = start(own, disk, AT_0_640="warned.append(1)")
+    assert ended.exit_code == 1, ended
+    good = (disk / "checkpoint.pt").read_bytes()
     (disk / "full").write_bytes(bytes(shutil.disk_usage(disk).free - (1 << 12)))
-    wanted = {
-        RESUME: "main.py: error: checkpoint.pt: [Errno 28] No space left on device",
-        SHARDED: "main.py: error: cannot write checkpoints/2, is the disk full? ",
-    }
-    assert error(small, disk, disk).startswith(wanted[script])
-    # Of a sharded checkpoint, parts stay, which nothing reads without .metadata.
-    left = {path for path in files() if path.suffix != ".distcp"} | good.keys()
-    assert left == good.keys() | {disk / "full"} and good.items() <= files().items()
+    (ended,) = start(own, disk, AT_1_640="warned.append(1)")
+    error = "main.py: error: checkpoint.pt: [Errno 28] No space left on device"
+    assert ended.exit_code == 1 and ended.output.splitlines()[-1] == error, ended
+    assert (disk / "checkpoint.pt").read_bytes() == good
 
 
-def test_more(tmp_path):
-    """With all that the page adds: every sample is validated once, and it learns.
+@pytest.mark.parametrize("script", [SCRIPTS / "main.py", RESUME, WHOLE])
+def test_too_few_samples(tmp_path, script):
+    samples = "5096" if script == WHOLE else "16384, 2"
+    few = "1064" if script == WHOLE else "100, 2"
+    text = script.read_text().replace(samples, few).replace("4096", "64")
+    (tmp_path / "few.py").write_text(text)
+    for rank in start(tmp_path / "few.py", tmp_path, tmp_path):
+        assert rank.exit_code == 1, rank
+        assert re.fullmatch(r"main.py: error: \d+ samples make no step\n", rank.output)
+    assert not list(tmp_path.glob("*.pt"))
 
-    A worker's socket would have too long a path in TMPDIR. The training would wait.
+
+@pytest.mark.usefixtures("nothing_left")
+def test_whole(jobs, several, tmp_path):
+    """With all that a real script has, it is warned by TERM, and goes on as if not.
+
+    Every sample is validated once, and the epoch's last step has fewer batches.
     """
+    folder = several(WHOLE)
+    # 32 batches of a rank, three to a step: the last has two.
+    arguments = "--epochs=2 --accumulate=3 --learning-rate=0.01".split()
+    job = jobs.submit(folder, *TWO, "job.sh", *arguments)
+    jobs.until(job, "^Epoch 0")
+    assert jobs.run(["scancel", "--signal=TERM", job]).exit_code == 0
     long = tmp_path / ("a site's own folder " * 5)
     long.mkdir()
-    script = SCRIPTS / "more" / "main.py"
-    half = tmp_path / "float16.py"
-    half.write_text(script.read_text().replace("torch.bfloat16", "torch.float16"))
-    for file, ranks in ((script, 3), (half, 1)):
-        ended = start(file, *[tmp_path] * ranks, TMPDIR=str(long))
-        for result in ended:
-            assert result.exit_code == 0, result
-        line = rf"{ranks} x cpu, \d+ samples/s, valid accuracy (.*)% of 1000$"
-        found = ended[0].find(line)
-        assert len(found) == 5 and float(found[4]) > 95, ended[0]
-
-
-def test_random_numbers_in_workers():
-    """They differ between epochs and samples, and are the same after a resume."""
-    shown = listing("your_training.rst", "class Sampler(")
-    names = {"DistributedSampler": DistributedSampler, "torch": torch}
-    exec(textwrap.dedent(shown), names)
-    get = listing("your_training.rst", "def __getitem__(self, key)")
-    exec(f"class Noise(list):\n{get}        return index, torch.rand(()).item()", names)
-
-    def draw(rank: int, first: int) -> list[dict[int, float]]:
-        """Return what each epoch's samples get, in a run that begins so."""
-        data = names["Noise"](range(8))
-        torch.manual_seed(rank)
-        loader = DataLoader(
-            data,
-            sampler=names["Sampler"](data, 2, rank),
-            num_workers=2,
-            multiprocessing_context="fork",
-            persistent_workers=True,
-        )
-        iter(loader)
-        epochs = []
-        for epoch in range(first, 3):
-            loader.sampler.set_epoch(epoch)
-            epochs.append({int(index): float(noise) for index, noise in loader})
-        return epochs
-
-    whole = [epoch | other for epoch, other in zip(draw(0, 0), draw(1, 0), strict=True)]
-    drawn = [number for epoch in whole for number in epoch.values()]
-    assert len(drawn) == len(set(drawn)) == 24
-    for share, epoch in zip(draw(0, 1), whole[1:], strict=True):
-        assert share.items() < epoch.items()
+    # A worker's socket would have too long a path in TMPDIR. The training would wait.
+    arguments = [*arguments, "--batch-size=64"]
+    undisturbed, _ = start(
+        WHOLE, tmp_path, tmp_path, arguments=arguments, TMPDIR=str(long)
+    )
+    result = jobs.wait(job)
+    assert (result.state, result.restarts) == ("COMPLETED", 1), result
+    assert not result.find("DataLoader worker"), result
+    line = r"^Epoch (\d): loss (\S+) over 4096 .* valid accuracy (\S+)% of 1000"
+    found = result.find(line)
+    assert found == undisturbed.find(line) and len(found) == 2, undisturbed
+    assert float(found[-1][2]) > 95
+    assert (folder / "runs" / job / "best.pt").exists()
 
 
 def test_unused_weights(tmp_path):
