@@ -29,12 +29,6 @@ elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
     os.environ["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
     os.environ["MASTER_PORT"] = str(10000 + int(os.environ["SLURM_JOB_ID"]) % 20000)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-gpu = None
-if device.type == "cuda":
-    gpu = device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-backend = "nccl" if gpu else "gloo"
-dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
 torch.manual_seed(0)
 epochs = int(os.environ.get("EPOCHS", 5))
 run_dir = os.environ["RUN_DIR"]  # job.sh makes one for each job
@@ -54,7 +48,7 @@ def open_trial():
     for trial in study.trials:
         if trial.user_attrs.get("run_dir") == run_dir:
             if trial.state.is_finished():
-                raise SystemExit(f"main.py: error: {trial.state} is this job's trial")
+                raise SystemExit(f"main.py: error: its trial is {trial.state.name}")
             return optuna.Trial(study, trial._trial_id)
     if sys.argv[1:]:  # no search: EPOCHS=50 sbatch job.sh 0.31
         study.enqueue_trial({"lr": float(sys.argv[1])})
@@ -62,6 +56,21 @@ def open_trial():
     trial.set_user_attr("run_dir", run_dir)
     return trial
 
+
+points = torch.rand(16384, 2)  # your data
+dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
+sampler = DistributedSampler(dataset, world_size, rank, drop_last=True)
+batches = []  # what is left of the epoch
+loader = DataLoader(dataset, batch_sampler=batches, generator=torch.Generator())
+if len(sampler) < 64:
+    raise SystemExit(f"main.py: error: {len(dataset)} samples make no step")
+
+gpu = None
+if device.type == "cuda":
+    gpu = device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+backend = "nccl" if gpu else "gloo"
+dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
 
 settings = [None]
 if rank == 0:
@@ -71,14 +80,6 @@ if rank == 0:
     print(f"Trial {trial.number}: {trial.params}")
 dist.broadcast_object_list(settings)  # rank 0 asks, for all
 lr = settings[0]
-
-points = torch.rand(16384, 2)  # your data
-dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
-sampler = DistributedSampler(dataset, drop_last=True)
-batches = []  # what is left of the epoch
-loader = DataLoader(dataset, batch_sampler=batches, generator=torch.Generator())
-if len(sampler) < 64:
-    raise SystemExit(f"main.py: error: a step takes {64 * world_size} samples")
 
 # Your model.
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
@@ -142,22 +143,20 @@ for epoch in range(first, epochs):
         torch.manual_seed(hash((epoch, mine, rank)))  # the same after a resume
         steps += 1
         if steps == meeting:  # the ranks agree whether to save, and whether to stop
-            now = time.monotonic()
-            wishes = [now - saved_at > 600, bool(warned), steps / (now - met_at)]
-            sums = torch.cat([metrics, metrics.new_tensor(wishes)])
+            due = time.monotonic() - saved_at > 600
+            speed = steps / (time.monotonic() - met_at)
+            sums = torch.cat([metrics, metrics.new_tensor([due, len(warned), speed])])
             dist.all_reduce(sums)
             *_, due, stop, speed = sums.tolist()
             if due or stop:
-                state = {"model": model.module.state_dict(), "epoch": epoch}
-                state |= {"optimizer": optimizer.state_dict()["state"]}
-                state |= {"done": sums[:2]}
-                save("checkpoint.pt", state)
+                momentum = optimizer.state_dict()["state"]  # the rate is the script's
+                state = {"model": model.module.state_dict(), "optimizer": momentum}
+                save("checkpoint.pt", state | {"epoch": epoch, "done": sums[:2]})
                 saved_at = time.monotonic()
             if stop:
                 raise SystemExit(1)  # not finished: job.sh starts the job again
             steps, met_at = 0, time.monotonic()
-            # After two seconds or 20 steps: Slurm does not wait long.
-            meeting = max(1, min(20, int(2 * speed / world_size)))
+            meeting = max(1, min(20, int(2 * speed / world_size)))  # two seconds
     dist.all_reduce(metrics)
     total, count = metrics
     save("model.pt", model.module.state_dict())  # or the trial has failed

@@ -5,11 +5,12 @@ import re
 import shutil
 import socket
 import subprocess
+import textwrap
 import time
 
 import first_aid
 import pytest
-from slurm_jobs import Jobs
+from slurm_jobs import REPOSITORY, Jobs, listing
 from test_first_aid import ENDS, PAGES, ROWS
 
 PAGE = "".join(PAGES)
@@ -17,6 +18,7 @@ CONF = """AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost={address}
 AccountingStoragePort={port}
 AccountingStoragePass={state}/munge.socket
+AccountingStorageTRES=gres/gpu
 """
 DBD_CONF = """AuthInfo=socket={state}/munge.socket
 DbdHost={host}
@@ -97,3 +99,19 @@ def test_how_the_job_ended(jobs):
     for command in re.findall(r"``(sacct(?:mgr)? [^`]*)``", PAGE):
         result = jobs.run(["bash", "-c", command.replace("\n", " ")])
         assert result.exit_code == 0, (command, result)
+
+
+def test_gpu_hours(jobs):
+    """Of two GPUs for some seconds, as the page on what a job has used counts them."""
+    job = jobs.submit("", "--gpus=2", "--wrap=sleep 3")
+    count = textwrap.dedent(listing("after_a_job.rst", "gpu_hours()"))
+    until(
+        jobs,
+        count.replace("=8", f"={job}"),
+        r"^0\.00[2-5] GPU-hours\n0\.00[2-5] GPU-hours\n$",
+    )
+    page = (REPOSITORY / "docs" / "after_a_job.rst").read_text()
+    (usage,) = re.findall(r"``(sacct [^`]*TRESUsageInAve[^`]*)``", page)
+    for command in (usage, listing("after_a_job.rst", "sreport")):
+        result = jobs.run(["bash", "-c", textwrap.dedent(command)])
+        assert result.exit_code == 0 and "error" not in result.output, result

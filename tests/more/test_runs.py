@@ -216,6 +216,40 @@ def test_each_line_cannot_work(jobs: Jobs, project):
         assert result.find(f"{message}$"), result
 
 
+FRAMEWORKS = """\
+import os, sys
+if sys.argv[1] == "lightning":
+    import lightning
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    quiet = {"logger": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(accelerator="cpu", max_steps=1, **quiet)
+    trainer.fit(BoringModel())
+    print("World size", trainer.world_size)
+elif sys.argv[1] == "torchrun":
+    torchrun = [sys.executable, *"-m torch.distributed.run --standalone".split()]
+    os.execv(sys.executable, [*torchrun, sys.argv[0], "worker"])
+else:
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.barrier()
+    print("World size", dist.get_world_size())
+"""
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_frameworks_are_alone(jobs: Jobs, project, frameworks):
+    """Two runs of Lightning and two of torchrun, at once, each of one process."""
+    python = f"{frameworks}/bin/python"
+    folder = project(*EACH_LINE, python=python, program=FRAMEWORKS)
+    (folder / "sweep.txt").write_text("lightning\nlightning\ntorchrun\ntorchrun\n")
+    flags = [*ONE, "--ntasks-per-node=4", "--mem=8G"]
+    result = jobs.sbatch(folder, *flags, "job.sh")
+    for number in range(1, 5):
+        log = (folder / "runs" / result.job / str(number) / "log").read_text()
+        assert re.findall("^World size .*", log, re.M) == ["World size 1"], log
+    assert (result.state, result.restarts) == ("COMPLETED", 0), result
+
+
 # Prints how the trials of a journal have ended, and the folders of their jobs.
 TRIALS = """\
 import sys, json, optuna
@@ -233,7 +267,7 @@ def trials(folder: Path, job: str, python: Path) -> list[list]:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_search(jobs: Jobs, project, frameworks):
-    """A task is warned, one requeued, one killed: no trial is lost, none is repeated."""
+    """A task is warned, one requeued, one killed: no trial is lost, or made twice."""
     program = (RUNS / "search.py").read_text()
     folder = project(python=f"{frameworks}/bin/python", program=program)
     flags = [f"--output={jobs.logs}/%A_%a.out", "--array=1-4%3", "--mem=4G"]
