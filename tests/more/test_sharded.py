@@ -5,6 +5,8 @@ Nodes of ranks without Slurm are simulated by its variables, a full disk by a sm
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
