@@ -5,6 +5,8 @@ Nodes of ranks without Slurm are simulated by its variables, a full disk by a sm
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,9 +58,11 @@ class Ranks:
         ]
         arguments = [str(argument) for argument in arguments]
         request = json.dumps([str(script), arguments, str(folder), variables])
+        logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
+        for log in logs:
+            log.write_text("")
         print(request, file=self.server.stdin, flush=True)
         processes = json.loads(self.server.stdout.readline())
-        logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
         while warn_at and warn_at not in logs[0].read_text():
             time.sleep(0.001)
         if warn_at:
@@ -152,7 +156,7 @@ def test_stopped(ranks, make):
     def run(number: int = 2, full: bool = False, **options) -> Result:
         filler = disk / "filler"
         if full:
-            filler.write_bytes(bytes(shutil.disk_usage(disk).free - 30_000))
+            filler.write_bytes(bytes(shutil.disk_usage(disk).free - 60_000))
         ended = ranks(folder, *FLAGS, ranks=number, RUN_DIR="disk", **options)
         filler.unlink(missing_ok=True)
         assert len({result.exit_code for result in ended}) == 1, ended
@@ -204,7 +208,7 @@ def test_errors(ranks, make):
         "--copies=4": "no 4 copies on 2 ranks",
         "--model=qwen3": "qwen3: Missing key in checkpoint state_dict: .*_norm.*",
         "--model=wide": r"wide: .*[sS]ize.* torch.Size\(\[.*",
-        "--learning-rate=nan": "NaN in the gradients of step 1",
+        "--learning-rate=1e30": "NaN in the gradients of step 1",
     }
     for argument, error in wrong.items():
         for result in (ended := ranks(folder, *FLAGS, argument, ranks=2)):
@@ -226,7 +230,7 @@ def test_job(jobs, ranks, make, frameworks):
     (folder / ".venv").symlink_to(frameworks)
     for name in ("sharded/main.py", "your_training/job.sh"):
         shutil.copy(REPOSITORY / "docs" / name, folder)
-    flags = [*FLAGS, "--epochs=8"]
+    flags = [*FLAGS, "--epochs=20", "--learning-rate=0.0003"]
 
     def submit(shape: str, *more: str) -> str:
         nodes, tasks = shape.split(" x ")

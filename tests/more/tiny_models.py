@@ -1,7 +1,5 @@
 """Tiny language models in Hugging Face's format, and a training of them without FSDP.
 
-    python tiny_models.py           reads what to start from its standard input
-
 It is run by the Python that has transformers. Importing that takes seconds, so ranks
 are forked from a process that has done it: each line of its input is a script with its
 arguments, a folder, and the variables of each rank, whose output goes to rank-N.log.
@@ -119,7 +117,7 @@ def serve() -> None:
 def become(rank: int, script: str, arguments: list, folder: str, env: dict) -> None:
     """Run a script in this process, to its end."""
     os.chdir(folder)
-    log = os.open(f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    log = os.open(f"rank-{rank}.log", os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
