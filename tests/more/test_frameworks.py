@@ -4,10 +4,11 @@ import os
 import shutil
 import signal
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
-from slurm_jobs import REPOSITORY, Jobs, Result, User, stop
+from slurm_jobs import REPOSITORY, Jobs, Result, User, listing, stop
 
 SCRIPTS = REPOSITORY / "docs" / "your_training"
 FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
@@ -68,3 +69,9 @@ def test_goes_on_in_the_middle_of_an_epoch(jobs, environment, tmp_path, name):
     assert result.restarts == 2, result
     assert len(expected.find(line)) == 5, expected
     assert result.find(line) == expected.find(line), result
+
+
+@pytest.mark.parametrize("name", ["accelerate", "trainer"])
+def test_the_page_has_the_lines_of_the_scripts(name):
+    shown = textwrap.dedent(listing("your_training.rst", 'os.environ["RANK"]'))
+    assert shown.strip() in (SCRIPTS / name / "main.py").read_text()
