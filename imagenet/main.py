@@ -98,11 +98,7 @@ def main() -> None:
     status = 0
     try:
         run_epochs(ddp_model, run, coordinator, watch, loaders)
-        run.log_weights(commit)
-        logging.info(
-            "To use the best weights: ../.venv/bin/python classify.py "
-            f"'{checkpoints.folder}/best.pt' IMAGE_OR_FOLDER"
-        )
+        run.log_weights(commit, checkpoints.folder)
     except StopRequested:
         logging.info(
             f"Asked to stop: saved step {run.step} of epoch {run.epoch}, "

@@ -66,12 +66,16 @@ class Run:
                     f"{self.recipe['model']}: {error!r}"
                 ) from error
 
-    def log_weights(self, commit: str) -> None:
+    def log_weights(self, commit: str, folder: Path) -> None:
         """Say what came out of which commit: equal weights have an equal SHA-256."""
         sha = hashlib.sha256()
         for tensor in self.model.state_dict().values():
             sha.update(tensor.cpu().numpy().tobytes())
         logging.info(f"Weights SHA-256 {sha.hexdigest()}, commit {commit}")
+        logging.info(
+            "To use the best weights: ../.venv/bin/python classify.py "
+            f"'{folder}/best.pt' IMAGE_OR_FOLDER"
+        )
 
 
 def get_recipe(

@@ -708,7 +708,7 @@ def test_digest(rank0, caplog):
     for layout in (weights, channels_last, other):
         run = draw(1, 1)
         run.model = nn.ParameterDict({"a": layout})
-        run.log_weights("c0ffee")
+        run.log_weights("c0ffee", Path("run"))
     first, second, last = caplog.messages
     assert first == second != last
 
