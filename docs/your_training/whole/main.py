@@ -78,12 +78,6 @@ class Seeded:
         return train_set[index]
 
 
-def leave_signals(worker):
-    """Let a worker live on when Slurm warns the rank."""
-    for name in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)
-
-
 @atexit.register
 def end_workers():
     """Kill the workers: Python ends them by TERM, which they ignore, and waits."""
@@ -100,7 +94,7 @@ workers = {
     "num_workers": int(os.environ.get("SLURM_CPUS_PER_TASK", 1)),
     "multiprocessing_context": "fork",
     "persistent_workers": True,
-    "worker_init_fn": leave_signals,
+    "worker_init_fn": lambda worker: signal.signal(signal.SIGTERM, signal.SIG_IGN),
     "generator": torch.Generator(),
 }
 loader = DataLoader(Seeded(), batch_sampler=batches, **workers)
