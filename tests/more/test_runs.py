@@ -9,19 +9,15 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from first_aid import user_of
 from slurm_jobs import REPOSITORY, Jobs, call
+from test_your_training import HOME, start
 
 RUNS = REPOSITORY / "docs" / "runs"
 PAGE = (REPOSITORY / "docs" / "runs.rst").read_text()
-HOME = user_of(SimpleNamespace(env={}))  # the variables of a shell without Slurm
 ONE = "--nodes=1 --gpus-per-node=1 --cpus-per-task=1 --mem=2G".split()
 
 # Says what it was told. With --wait, it then waits for the file go, and saves when it
@@ -33,10 +29,9 @@ for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda *_: warned.append(1))
 run_dir = os.environ["RUN_DIR"]
 checkpoint = run_dir + "/checkpoint.pt"
-names = ("RUN_DIR", "CUDA_VISIBLE_DEVICES", "SLURM_PROCID", "SLURM_NTASKS")
-told = {name: os.environ.get(name) for name in names}
-told |= {"arguments": sys.argv[1:], "resumed": os.path.exists(checkpoint)}
-print("Told " + json.dumps(told), flush=True)
+task = os.environ["SLURM_PROCID"] + " of " + os.environ["SLURM_NTASKS"]
+told = [sys.argv[1:], run_dir, task, os.path.exists(checkpoint)]
+print("Told", json.dumps(told), os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
 while "--wait" in sys.argv and not os.path.exists("go"):
     if warned:
         open(checkpoint, "a").write("saved")
@@ -49,8 +44,8 @@ if "--kill" in sys.argv:
 """
 
 
-def told(log: str) -> list[dict]:
-    return [json.loads(line) for line in re.findall(r"^Told (.*)$", log, re.M)]
+def told(log: str) -> list[list]:
+    return [json.loads(line) for line in re.findall(r"^Told (.*) .*$", log, re.M)]
 
 
 @pytest.fixture
@@ -93,29 +88,25 @@ def test_a_line_for_each_task_of_an_array(jobs: Jobs, project):
     words = ["job.sh", "@sweep.txt", "--for", "all tasks"]
     array = jobs.submit(folder, *flags, *words, SCRATCH="/my scratch")
     tasks = [f"{array}_{number}" for number in range(7)]
-    for task in (tasks[1], tasks[3], tasks[5]):
-        jobs.until(task, "^Told ")
+    jobs.until(tasks[5], "^Told ")
+    results = [jobs.wait(task) for task in tasks[:5] + tasks[6:]]
     sweep.write_text("--other\n" * 6)
     jobs.run(["scancel", "--signal=USR1", tasks[5]])
-    jobs.until(tasks[5], '^Told .*"resumed": true')
+    jobs.until(tasks[5], "^Told .* true")
     (folder / "go").touch()
-    results = [jobs.wait(task) for task in tasks]
+    results.insert(5, jobs.wait(tasks[5]))
     for number in (0, 2, 6):
         error = f"job.sh: error: sweep.txt has no line {number}: the first is 1"
         assert error in results[number].output.splitlines(), results[number]
-    home = os.environ["HOME"]
-    for number, arguments in {
-        1: ["--name", "two words"],
-        3: ["--fail"],
-        4: ["--home", home, "/my", "scratch"],
-        5: ["--wait"],
-    }.items():
-        for start in told(results[number].output):
-            assert start["arguments"] == [*arguments, "--for", "all tasks"], start
-            assert start["RUN_DIR"] == f"runs/{tasks[number]}"
-    ends = [result.state == "COMPLETED" for result in results]
-    assert ends == [False, True, False, False, True, True, False], results
-    assert [result.restarts for result in results] == [0] * 5 + [1, 0], results
+    lines = [["--name", "two words"], ["--fail"], ["--home", HOME["HOME"]], ["--wait"]]
+    lines[2] += ["/my", "scratch"]
+    for number, words in zip((1, 3, 4, 5), lines, strict=True):
+        start = [[*words, "--for", "all tasks"], f"runs/{tasks[number]}", "0 of 1"]
+        starts = [[*start, False], [*start, True]][: 1 + (number == 5)]
+        assert told(results[number].output) == starts, results[number]
+    ends = [(result.state == "COMPLETED", result.restarts) for result in results]
+    wrong, right = (False, 0), (True, 0)
+    assert ends == [wrong, right, wrong, wrong, right, (True, 1), wrong], results
     no_array = jobs.sbatch(folder, *ONE, "job.sh", "@sweep.txt")
     assert no_array.find("SLURM_ARRAY_TASK_ID: give --array$"), no_array
 
@@ -123,10 +114,10 @@ def test_a_line_for_each_task_of_an_array(jobs: Jobs, project):
 EACH_LINE = ["./each_line", "sweep.txt"]
 
 
-def runs_told(folder: Path, job: str) -> dict[int, list[dict]]:
-    """Return what the starts of each line have been told, by the line's number."""
+def logs_of(folder: Path, job: str) -> dict[int, str]:
+    """Return the log of each line's run, by the line's number."""
     logs = (folder / "runs" / job).glob("*/log")
-    return {int(log.parent.name): told(log.read_text()) for log in logs}
+    return {int(log.parent.name): log.read_text() for log in logs}
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -141,8 +132,8 @@ def test_several_at_once(jobs: Jobs, project):
 
     def waiting(starts: int):
         def find() -> bool:
-            runs = runs_told(folder, job)
-            return all(len(runs.get(number, [])) == starts for number in (3, 5, 7))
+            logs = logs_of(folder, job)
+            return all(logs.get(n, "").count("Told ") == starts for n in (3, 5, 7))
 
         jobs.until_found(job, find, f"three lines, {starts} times", 60)
 
@@ -154,24 +145,25 @@ def test_several_at_once(jobs: Jobs, project):
     waiting(3)
     (folder / "go").touch()
     result = jobs.wait(job)
-    runs = runs_told(folder, job)
+    logs = logs_of(folder, job)
+    runs = {number: told(log) for number, log in logs.items()}
+    lines = {3: "--wait", 5: "--wait", 7: "--wait", 4: "--fail", 8: "--last"}
+    # The program takes itself for the only task.
+    expected = {
+        number: [["--for-all", line], f"runs/{job}/{number}", "0 of 1"]
+        for number, line in lines.items()
+    }
+    expected[1] = [["--for-all", "--name", "two words"], f"runs/{job}/1", "0 of 1"]
     starts = {1: 1, 3: 3, 4: 4, 5: 3, 7: 3, 8: 1}
-    assert {number: len(run) for number, run in runs.items()} == starts, result
-    for number, run in runs.items():
-        words = {1: ["--name", "two words"], 4: ["--fail"], 8: ["--last"]}
-        expected = ["--for-all", *words.get(number, ["--wait"])]
-        assert all(start["arguments"] == expected for start in run), run
-        assert all(start["RUN_DIR"] == f"runs/{job}/{number}" for start in run), run
-        # The program takes itself for the only task.
-        names = ("SLURM_PROCID", "SLURM_NTASKS")
-        assert all([start[name] for name in names] == ["0", "1"] for start in run), run
-        later = [start["resumed"] for start in run]
-        assert later == [number in (3, 5, 7) and i > 0 for i in range(len(run))], run
-    gpus = {run[0]["CUDA_VISIBLE_DEVICES"] for run in runs.values()}
-    assert len(gpus) == 2 and all(gpu.isdigit() for gpu in gpus), runs
-    logs = result.output.split("\nJob ")
+    assert runs == {
+        number: [[*expected[number], n > 0 and number != 4] for n in range(times)]
+        for number, times in starts.items()
+    }, result
+    gpus = {re.search(r"^Told .* (\d)$", log, re.M)[1] for log in logs.values()}
+    assert len(gpus) == 2, logs
     # No line starts after a warning.
-    assert ["Line 8: --last" in log for log in logs] == [False, False, True, False]
+    parts = result.output.split("\nJob ")
+    assert ["Line 8: --last" in part for part in parts] == [False, False, True, False]
     assert result.output.count("Line 4: ended with status 3\n") == 4, result
     assert (result.state, result.restarts) == ("FAILED", 3), result
     error = f"status 1, no new checkpoint in runs/{job}: not started again"
@@ -260,8 +252,8 @@ print(json.dumps([[t.state.name, t.value, t.user_attrs] for t in study.trials]))
 """
 
 
-def trials(folder: Path, job: str, python: Path) -> list[list]:
-    command = [python, "-c", TRIALS, f"runs/{job}.journal", job]
+def trials(folder: Path, job: str, frameworks: Path) -> list[list]:
+    command = [frameworks / "bin" / "python", "-c", TRIALS, f"runs/{job}.journal", job]
     return json.loads(subprocess.check_output(command, cwd=folder))
 
 
@@ -292,16 +284,16 @@ def test_search(jobs: Jobs, project, frameworks):
         # After its second start, it has the settings of the first.
         assert len(set(result.find("^Trial .*"))) == 1, result
         assert len(result.find("^Resumed ")) == (task in (warned, requeued)), result
-    ended = trials(folder, array, frameworks / "bin" / "python")
+    ended = trials(folder, array, frameworks)
     assert [state for state, _, _ in ended] == ["COMPLETE"] * 4
-    folders = sorted(attributes["run_dir"] for _, _, attributes in ended)
-    assert folders == [f"runs/{task}" for task in tasks]
+    folders = [attributes["run_dir"] for _, _, attributes in ended]
+    assert sorted(folders) == [f"runs/{task}" for task in tasks]
     (command,) = re.findall(r"^    (grep -h .*)$", PAGE, re.M)
     command = command.replace("slurm-30_*.out", f"'{jobs.logs}'/{array}_*.out")
     best = jobs.run(["bash", "-c", command]).output
-    _, value, attributes = min(ended, key=lambda trial: trial[1])
-    assert f": {value} " in best and f"'{attributes['run_dir']}'" in best, best
-    assert (folder / attributes["run_dir"] / "model.pt").exists()
+    value, won = min((value, folders[n]) for n, (_, value, _) in enumerate(ended))
+    assert f": {value} " in best and f"'{won}'" in best, best
+    assert (folder / won / "model.pt").exists()
 
 
 # Five trials that no other can beat.
@@ -321,33 +313,19 @@ def test_trials_that_end_early(tmp_path, frameworks):
     python = frameworks / "bin" / "python"
     (tmp_path / "runs").mkdir()
     subprocess.run([python, "-c", GOOD], cwd=tmp_path, check=True)
-    env = HOME | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    env |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"}
+    (packages,) = frameworks.glob("lib/*/site-packages")
     for run, epochs, words, status, state in (
         ("pruned", "3", [], 0, "PRUNED"),
         ("last", "1", [], 0, "COMPLETE"),
         ("nan", "3", ["1e30"], 1, "FAIL"),
     ):
         (tmp_path / run).mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            env["MASTER_PORT"] = str(free.getsockname()[1])
-        env |= {"EPOCHS": epochs, "RUN_DIR": run}
-        ranks = [
-            subprocess.Popen(
-                [python, RUNS / "search.py", *words],
-                cwd=tmp_path,
-                env=env | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in ("0", "1")
-        ]
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [status] * 2, outputs
-        assert len(re.findall("^Epoch ", outputs[0], re.M)) == (run != "nan"), outputs
-        assert trials(tmp_path, "7", python)[-1][::2] == [state, {"run_dir": run}]
+        env = {"RUN_DIR": run, "EPOCHS": epochs, "SLURM_JOB_ID": "7"}
+        env["PYTHONPATH"] = str(packages)
+        ranks = start(RUNS / "search.py", *[tmp_path] * 2, arguments=words, **env)
+        assert [rank.exit_code for rank in ranks] == [status] * 2, ranks
+        assert len(ranks[0].find("^Epoch ")) == (run != "nan"), ranks
+        assert trials(tmp_path, "7", frameworks)[-1][::2] == [state, {"run_dir": run}]
 
 
 # What `nvidia-smi -i 0,1 --query-gpu=… --format=csv,noheader,nounits` prints.
@@ -391,14 +369,6 @@ def test_how_busy(jobs: Jobs, project, path):
     jobs.until_found(job, lambda: len(told(jobs.log(job))) == 4, "all tasks", 60)
     jobs.run(["scancel", "--signal=USR1", job])
     jobs.until_found(job, lambda: len(told(jobs.log(job))) == 8, "a requeue", 60)
-    samples = folder / "runs" / job / "gpus"
-    before = {file.name: file.stat().st_size for file in samples.iterdir()}
-    assert before.keys() == {"node1.csv", "node2.csv"}
-
-    def more() -> bool:
-        return all((samples / name).stat().st_size > before[name] for name in before)
-
-    jobs.until_found(job, more, "samples", 60)
     (folder / "go").touch()
     result = jobs.wait(job)
     report = [BOTH, BOTH.replace("node1", "node2"), "4 GPUs, 0.00 GPU-hours, 46% busy"]
@@ -420,7 +390,17 @@ def report(folder: Path) -> list[str]:
     return command.output.splitlines()
 
 
-ENOUGH = 'until [ "$(wc -l < "$RUN_DIR/gpus/node1.csv")" -gt 4 ]; do sleep 0.1; done'
+# It waits for samples, signals all its processes, waits for more, and is killed.
+PROGRAM_OF_BASH = """\
+until_samples() {
+    until [ "$(wc -l < "$RUN_DIR/gpus/node1.csv")" -gt $1 ]; do sleep 0.1; done
+}
+trap '' USR1 TERM
+until_samples 1 2> /dev/null
+kill -USR1 0; kill -TERM 0
+until_samples 5
+kill -9 $$
+"""
 
 
 @pytest.mark.parametrize(
@@ -438,10 +418,13 @@ ENOUGH = 'until [ "$(wc -l < "$RUN_DIR/gpus/node1.csv")" -gt 4 ]; do sleep 0.1; 
     ],
 )
 def test_nvidia_smi_in_trouble(tmp_path, path, kind, node, total):
-    """The program is not concerned, nor is its status, and the report says it."""
+    """The program and its status are not concerned, and the report says it.
+
+    Some clusters send a warning to all processes, and the program may go on after it.
+    """
     if kind == "missing":
         path = os.environ["PATH"]
-    program = sample(tmp_path, path, f"{ENOUGH} 2> /dev/null; kill -9 $$", KIND=kind)
+    program = sample(tmp_path, path, PROGRAM_OF_BASH, KIND=kind)
     assert program.wait(timeout=60) == -signal.SIGKILL
     lines = report(tmp_path)
     assert re.fullmatch(total, lines[-1]), lines
@@ -453,25 +436,6 @@ def test_nvidia_smi_hangs(tmp_path, path):
     program = sample(tmp_path, path, "exit 7", KIND="hangs")
     assert program.wait(timeout=10) == 7
     assert report(tmp_path) == [NO_SAMPLE]
-
-
-def test_samples_after_a_warning(tmp_path, path):
-    """Some clusters send it to all processes, and the program may go on."""
-    program = sample(tmp_path, path, f"trap '' USR1 TERM; {ENOUGH}; read line")
-    file = tmp_path / "gpus" / "node1.csv"
-    deadline = time.monotonic() + 60
-
-    def until(lines: int) -> None:
-        while not file.exists() or len(file.read_text().splitlines()) < lines:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    until(4)
-    os.killpg(program.pid, signal.SIGUSR1)
-    os.killpg(program.pid, signal.SIGTERM)
-    until(len(file.read_text().splitlines()) + 4)
-    program.kill()
-    assert program.wait() == -signal.SIGKILL
 
 
 def test_gpu_hours(tmp_path):
