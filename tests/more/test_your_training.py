@@ -239,7 +239,8 @@ def test_it_comes_back_and_goes_on(jobs, own, own_folder, tmp_path):
 LIGHT = """
 import os, signal, sys, time
 
-run_dir, rank, (_, happens) = os.environ["RUN_DIR"], os.environ["SLURM_PROCID"], sys.argv
+run_dir, rank = os.environ["RUN_DIR"], os.environ["SLURM_PROCID"]
+happens = sys.argv[1]
 first = not os.path.exists(f"{run_dir}/started-{rank}")
 open(f"{run_dir}/started-{rank}", "w").close()
 print("starts", flush=True)
