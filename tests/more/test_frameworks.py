@@ -67,9 +67,9 @@ def test_goes_on_in_the_middle_of_an_epoch(jobs, environment, tmp_path, name):
     """Warned of the time limit, then of a preemption: the losses are the same."""
     line = LINES[name]
     job = submit(jobs, tmp_path / "stopped twice", name, environment)
-    undisturbed = submit(jobs, tmp_path / "undisturbed", name, environment)
     interrupt(jobs, job, line, 1, signal.SIGUSR1)
     interrupt(jobs, job, line, 3, signal.SIGTERM)
+    undisturbed = submit(jobs, tmp_path / "undisturbed", name, environment)
     result, expected = jobs.wait(job), jobs.wait(undisturbed)
     assert (result.state, expected.state) == ("COMPLETED", "COMPLETED"), result
     assert result.restarts == 2, result
