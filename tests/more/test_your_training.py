@@ -193,7 +193,6 @@ def own_folder(several, own) -> Path:
 
 
 WAIT = "print('waits', flush=True)\nwhile not warned:\n    time.sleep(0.01)"
-SAVE = "saved_at -= 600"
 ONCE = """import time
 mark = os.environ["RUN_DIR"] + "/once-" + os.environ["SLURM_PROCID"]
 if not os.path.exists(mark):
@@ -201,9 +200,6 @@ if not os.path.exists(mark):
     """
 TWO = "--nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --mem=2G".split()
 ONE = "--cpus-per-task=1 --mem=2G".split()
-NOT_AGAIN = (
-    r"^job.sh: error: status \d+, no new checkpoint in runs/.*: not started again$"
-)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -239,59 +235,111 @@ def test_it_comes_back_and_goes_on(jobs, own, own_folder, tmp_path):
     assert len(losses(undisturbed.output, 2, 2048)) == 3, undisturbed
 
 
+# A script of the standard library alone: what job.sh does is quickly seen with it.
+LIGHT = """
+import os, signal, sys, time
+
+run_dir, rank, (_, happens) = os.environ["RUN_DIR"], os.environ["SLURM_PROCID"], sys.argv
+first = not os.path.exists(f"{run_dir}/started-{rank}")
+open(f"{run_dir}/started-{rank}", "w").close()
+print("starts", flush=True)
+if happens == "preempted" and first:
+    time.sleep(600)
+warned = []
+for name in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(name, lambda number, frame: warned.append(number))
+if happens == "warned" and first:
+    print("waits", flush=True)
+    while not warned:
+        time.sleep(0.05)
+if first:
+    os.makedirs(f"{run_dir}/below", exist_ok=True)
+    open(f"{run_dir}/below/checkpoint-{rank}", "w").close()
+if happens == "killed" and first:
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(happens == "fails" or (happens == "warned" and first))
+"""
+
+
 @pytest.mark.usefixtures("nothing_left")
-def test_what_ends_a_job(jobs, own, own_folder, tmp_path):
-    """Jobs at once in one folder, each with its own files.
+def test_what_comes_back(jobs, tmp_path):
+    """Jobs at once in one folder. Each comes back alone, or fails, with a line."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    (tmp_path / "main.py").write_text(LIGHT)
+    shutil.copy(SCRIPTS / "job.sh", tmp_path)
+    again = r"^job.sh: status \d+: starts again, to resume$"
 
-    Of an array, each task loses a rank and goes on by itself. An error that comes
-    again, or NaN, ends a job. A cancelled one stays away.
-    """
+    def submit(happens: str, *flags: str, **env: str) -> str:
+        return jobs.submit(tmp_path, *flags, "job.sh", happens, **env)
 
-    def submit(*flags: str, **happens: str) -> str:
-        return jobs.submit(own_folder, *ONE, *flags, "job.sh", AT_0_640=SAVE, **happens)
+    def ended(job: str, state: str, restarts: int) -> Result:
+        result = jobs.wait(job)
+        assert (result.state, result.restarts) == (state, restarts), result
+        assert len(result.find(again)) <= restarts, result
+        return result
 
-    kill = ONCE + "os.kill(os.getpid(), signal.SIGKILL)"
-    array = submit("--array=1-2", AT_2_640=kill)
-    error = submit(AT_2_640="1 / 0")
-    nan = "model.module[0].weight.data.fill_(float('nan'))\n" + SAVE
-    diverged = submit(AT_1_640=nan)
-    cancelled = submit(AT_1_640=WAIT)
-    # As if an array's task had submitted it; and it gets the number of another job.
+    grace = "scontrol update PartitionName=main GraceTime="
+    jobs.run(f"{grace}15".split())
+    preempted = submit("preempted", *TWO)
+    jobs.until(preempted, "(?s)(starts.*){2}")
+    sleep = "--wrap=exec sleep infinity"
+    urgent = jobs.submit("", "--partition=urgent", "--nodes=3", "--exclusive", sleep)
+    jobs.until(preempted, again)
+    jobs.run(["scancel", urgent])
+    jobs.run(f"{grace}0".split())
+
+    array = submit("killed", *ONE, "--array=1-2")
+    fails = submit("fails", *ONE)
+    cancelled = submit("warned", *ONE)
+    requeued = submit("warned", *ONE)
+    limited = submit("warned", *TWO, "--signal=USR1@175", "--time=10")
+    nothing = submit("", *ONE, DATA_ARCHIVE="/nowhere.tar")
+    # As if an array's task had submitted it; and another job had its number.
     inherited = {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "2"}
-    number_again = submit("--hold", **inherited)
-    (own_folder / "runs" / number_again).mkdir(parents=True)
-    (own_folder / "runs" / number_again / "checkpoint.pt").touch()
-    jobs.run(["scontrol", "release", number_again])
+    number = submit("", *ONE, "--hold", **inherited)
+    (tmp_path / "runs" / number / "below").mkdir(parents=True)
+    (tmp_path / "runs" / number / "below" / "checkpoint-5").touch()
+    jobs.run(["scontrol", "release", number])
+    for job in (cancelled, requeued):
+        jobs.until(job, "^waits")
+    jobs.run(["scontrol", "requeue", requeued])
+    assert jobs.cancel(cancelled).state == "CANCELLED"
+    jobs.until(limited, "(?s)(waits.*){2}")
+    # Slurm warns the job at once when it gets a limit of three minutes.
+    jobs.run(["scontrol", "update", f"job={limited}", "TimeLimit=3"])
+    jobs.until(limited, again)
+    jobs.run(["scontrol", "update", f"job={limited}", "TimeLimit=10"])
 
-    (whole,) = start(own, tmp_path)
-    jobs.until(cancelled, "waits")
-    result = jobs.cancel(cancelled)
-    assert (result.state, result.restarts) == ("CANCELLED", 0), result
-    result = jobs.wait(error)
-    assert (result.state, result.restarts) == ("FAILED", 1), result
-    assert result.find("^ZeroDivisionError") and result.find(NOT_AGAIN), result
-    result = jobs.wait(diverged)
-    assert (result.state, result.restarts) == ("FAILED", 1), result
-    assert result.find(
-        "^main.py: error: NaN in the weights: checkpoint.pt is not saved$"
+    for job in (preempted, limited, requeued):
+        ended(job, "COMPLETED", 1)
+    not_again = (
+        r"^job.sh: error: status \d+, no new checkpoint in .*: not started again$"
     )
-    saved = own_folder / "runs" / diverged / "checkpoint.pt"
-    weights = torch.load(saved, weights_only=True)["model"]
-    assert all(weight.isfinite().all() for weight in weights.values())
-    result = jobs.wait(number_again)
-    assert (result.state, result.restarts) == ("FAILED", 0), result
-    assert result.find(
-        f"^job.sh: error: move runs/{number_again} away: it is not empty$"
-    )
-    for task in ("1", "2"):
-        name = f"{array}_{task}"
-        number = jobs.show(name)["JobId"]
-        jobs.wait(name)
-        info = jobs.show(name)
-        log = jobs.log(number)
-        assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), log
-        assert losses(log, 1, 2048) == losses(whole.output, 1, 2048), log
-        assert (own_folder / "runs" / name / "model.pt").exists()
+    assert ended(fails, "FAILED", 1).find(not_again)
+    line = r"^job.sh: error: node\d cannot unpack DATA_ARCHIVE=/nowhere.tar$"
+    assert ended(nothing, "FAILED", 0).find(line)
+    line = f"^job.sh: error: move runs/{number} away: it is not empty$"
+    assert ended(number, "FAILED", 0).find(line)
+    assert jobs.show(cancelled)["Restarts"] == "0"
+    for task in (f"{array}_1", f"{array}_2"):
+        ended(task, "COMPLETED", 1)
+        assert (tmp_path / "runs" / task / "below" / "checkpoint-0").exists()
+
+
+def test_nan(tmp_path, own):
+    """The last good checkpoint stays, and one line tells."""
+    nan = "model.module[0].weight.data.fill_(float('nan'))\nwarned.append(1)"
+    line = "main.py: error: NaN in the weights: checkpoint.pt is not saved"
+    for happens, last in (
+        ({"AT_0_640": "warned.append(1)"}, "Saved ./checkpoint.pt"),
+        ({"AT_1_640": nan}, line),
+    ):
+        (ended,) = start(own, tmp_path, **happens)
+        assert ended.exit_code == 1, ended
+        assert ended.output.splitlines()[-1] == last, ended
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert all(weight.isfinite().all() for weight in saved["model"].values())
 
 
 def test_another_number_of_ranks(tmp_path, own):
