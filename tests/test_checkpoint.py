@@ -709,7 +709,7 @@ def test_digest(rank0, caplog):
         run = draw(1, 1)
         run.model = nn.ParameterDict({"a": layout})
         run.log_weights("c0ffee", Path("run"))
-    first, second, last = caplog.messages
+    first, second, last = caplog.messages[::2]  # then how to use the weights
     assert first == second != last
 
 

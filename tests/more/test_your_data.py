@@ -150,21 +150,21 @@ def test_tables(tmp_path, monkeypatch):
     (tmp_path / "é 1.JPG").write_bytes(draw())
     (tmp_path / "bad.jpg").write_bytes(b"")
 
-    def read(*rows: str, head="id,path, label", valid=("1,é 1.JPG,cat",)):
-        write_tables(tmp_path, head, ["1,é 1.JPG,cat", *rows, "", " , ,"], valid)
+    def read(*rows: str, head="path, label", valid=("é 1.JPG,cat",)):
+        write_tables(tmp_path, head, ["é 1.JPG,cat", *rows, "", " , "], valid)
         return runpy.run_path(str(FOLDER / "table.py"))
 
-    found = read("2,é 1.JPG , dog ", "3,bad.jpg,cat")["train_set"]
+    found = read("é 1.JPG , dog ", "bad.jpg,cat")["train_set"]
     assert found.classes == ["cat", "dog"] and len(found) == 3
     image, label = found[1]
     assert image.shape == (3, 224, 224) and label == 1
     with pytest.raises(RuntimeError, match=r"^cannot read bad.jpg: "):
         found[2]
     refused = {
-        "train.csv has no path,label": ((), {"head": "id,file,label"}),
-        "train.csv: no file none.jpg": (["2,none.jpg,cat"], {}),
-        "train.csv: é 1.JPG: no class ''": (["2,é 1.JPG"], {}),
-        "validation.csv: é 1.JPG: no class 'fox'": ((), {"valid": ["1,é 1.JPG,fox"]}),
+        "train.csv has no path,label": ((), {"head": "file,label"}),
+        "train.csv: no file none.jpg": (["none.jpg,cat"], {}),
+        "train.csv: é 1.JPG: no class ''": (["é 1.JPG"], {}),
+        "validation.csv: é 1.JPG: no class 'fox'": ((), {"valid": ["é 1.JPG,fox"]}),
     }
     for message, (rows, options) in refused.items():
         with pytest.raises(SystemExit, match=f"^main.py: error: {message}$"):
