@@ -110,9 +110,10 @@ choose_arguments() {
     if [[ ${1:-} == @* ]]; then
         # Windows ends lines with \r, too.
         line=$(tr -d '\r' < "${1#@}" | awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}")
-        [ -n "$line" ] || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID: the first is 1"
         # Read as a shell does it: quotes, ~ and $SCRATCH work there.
-        eval "arguments=($line)"
+        eval "arguments=($line
+        )"
+        ((${#arguments[@]})) || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID: the first is 1"
         arguments+=("${@:2}")
     elif [ "${SLURM_ARRAY_TASK_ID:-}" ]; then
         # Each task has a seed of its own, unless the arguments name one.

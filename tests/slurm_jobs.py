@@ -301,7 +301,7 @@ class Jobs:
 
 
 # Of a rank's command line, how job.sh or a person starts Python.
-PYTHON = "^[./].*bin/python[^ ]*( -E -X faulthandler)?"  # not srun's
+PYTHON = "^[./].*bin/python[^ ]*( -E)?( -X faulthandler)?"  # not srun's
 PICTURES, VALID_PICTURES = 160, 24  # of the small ImageNet
 # Two nodes with a rank each, 16 steps an epoch, of a model with BatchNorm.
 TWO = "--ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --mem=2G".split()

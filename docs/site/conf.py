@@ -33,7 +33,7 @@ PAGES = {
     "Your own work": [
         *(
             f"docs/{name}"
-            for name in ("clusters", "resources", "your_data", "sharded", "containers")
+            for name in "clusters resources your_data runs sharded containers".split()
         )
     ],
     "Jobs": ["docs/preflight", "docs/while_it_runs", "docs/after_a_job"],

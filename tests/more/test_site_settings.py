@@ -111,7 +111,7 @@ def test_sbatch(jobs, site):
 
 # Under salloc, people put the data of the first examples there, and remove it.
 SCRIPT = """
-export UV_PYTHON=../.venv/bin/python
+export UV_PYTHON=$PWD/../.venv/bin/python
 {each} bash -c 'tar -xf "$CIFAR10_ARCHIVE" --one-top-level="$SLURM_TMPDIR/data"'
 srun uv run --no-sync python main.py {arguments}
 {each} bash -c 'rm -r "$SLURM_TMPDIR/data"'
