@@ -335,7 +335,7 @@ def parse_args() -> argparse.Namespace:
     )
     add("--weight-decay", type=float, default=2**-15, help="L2 penalty")
     add("--seed", type=int, default=0, help="of weights, order, crops and flips")
-    add("--compile", action="store_true", help="torch.compile: the first step takes long")
+    add("--compile", action="store_true", help="torch.compile: a slow first step")
     add("--workers", type=int, default=cpus, help="decoding processes per GPU")
     add(
         "--checkpoint-dir",

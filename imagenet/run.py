@@ -26,7 +26,7 @@ class Run:
     scaler: torch.amp.GradScaler
     recipe: dict  # what must stay as it is from the first step to the last
     global_batch_size: int
-    classes: list[str] = field(default_factory=list)  # in the order of the logits
+    classes: list[str]  # in the order of the logits
     epoch: int = 1
     step: int = 0  # so many steps of the epoch are done
     # Of these steps, on all ranks: [sum of losses, correct, samples].

@@ -146,7 +146,7 @@ def draw(epoch: int, step: int, kilobytes: int = 1) -> Run:
     optimizer = torch.optim.SGD(model.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return Run(model, optimizer, scheduler, scaler, RECIPE, 4, epoch, step)
+    return Run(model, optimizer, scheduler, scaler, RECIPE, 4, ["a"], epoch, step)
 
 
 def is_from(state: dict, epoch: int, step: int) -> bool:

@@ -56,7 +56,7 @@ def main() -> None:
         loader = usual_loader(tree, args)
         example.set_ranks()
         device = example.setup_distributed()
-        run = example.Run(*4 * [None], {"samples": len(copied)}, args.batch_size)
+        run = example.Run(*4 * [None], {"samples": len(copied)}, args.batch_size, [])
 
         def one_by_one():
             return (copied[1, i] for i in range(len(copied)))

@@ -66,7 +66,7 @@ def main() -> None:
             scaler = torch.amp.GradScaler(enabled=half)
             parts = (model, optimizer, scheduler, scaler)
             recipe = {"samples": len(staged), "batch_size": args.batch_size}
-            run = example.Run(*parts, recipe, args.batch_size)
+            run = example.Run(*parts, recipe, args.batch_size, [])
             ddp_model = distribute(model)
             # An epoch ends with a checkpoint, which this leaves out.
             no_checkpoints = Mock(saved_at=time.monotonic())
