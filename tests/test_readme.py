@@ -43,14 +43,14 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
         ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
         ("multi_node/job.sh", "multi_node/job_torchrun.sh", 18, 10),
         ("multi_node/main.py", "imagenet/main.py", 207, 199),
-        ("multi_node/job.sh", "imagenet/job.sh", 140, 30),
+        ("multi_node/job.sh", "imagenet/job.sh", 145, 30),
         # What is shared with multi_node's changes there, too.
         ("docs/your_training/before.py", "docs/your_training/main.py", 45, 8),
         ("docs/your_training/main.py", "docs/your_training/resume/main.py", 70, 15),
         (
             "docs/your_training/resume/main.py",
             "docs/your_training/whole/main.py",
-            132,
+            133,
             24,
         ),
         ("docs/your_training/resume/main.py", "docs/runs/search.py", 55, 5),

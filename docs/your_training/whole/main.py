@@ -4,7 +4,7 @@ import argparse
 import atexit
 import contextlib
 import math
-import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -102,6 +102,7 @@ share = range(rank, len(valid_set), world_size)
 valid_loader = DataLoader(valid_set, args.batch_size, sampler=share, **workers)
 if len(tempfile.gettempdir()) > 74:
     tempfile.tempdir = "/tmp"  # or the paths of the workers' sockets would be too long
+multiprocessing.util.get_temp_dir()  # the workers' sockets: removed at the end
 iter(loader), iter(valid_loader)  # starts the workers, before NCCL is up
 
 gpu = None
