@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from slurm_jobs import REPOSITORY, Jobs, User, listing, stop
+from slurm_jobs import REPOSITORY, Jobs, User, every_case, listing, stop
 
 SCRIPTS = REPOSITORY / "docs" / "your_training"
 FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
@@ -62,7 +62,7 @@ def interrupt(jobs: Jobs, job: str, line: str, epochs: int, number: signal.Signa
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("name", every_case(*LINES))
 def test_goes_on_in_the_middle_of_an_epoch(jobs, environment, tmp_path, name):
     """Warned of the time limit, then of a preemption: the losses are the same."""
     line = LINES[name]

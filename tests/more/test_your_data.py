@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from drawn_imagenet import tar_bytes
 from PIL import Image
-from slurm_jobs import REPOSITORY, TWO, call, listing
+from slurm_jobs import REPOSITORY, TWO, call, every_case, listing
 
 FOLDER = REPOSITORY / "docs" / "your_data"
 WHOLE = (REPOSITORY / "docs" / "your_training" / "whole" / "main.py").read_text()
@@ -101,7 +101,7 @@ def splice(folder: Path, recipe: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("recipe", ["hugging_face.py", "table.py", "text.py"])
+@pytest.mark.parametrize("recipe", every_case("hugging_face.py", "table.py", "text.py"))
 def test_recipe(recipe, jobs, frameworks, tmp_path):
     """Stopped in mid-epoch, it ends as if it had not been."""
     project = tmp_path / "a project"
