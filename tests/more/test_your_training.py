@@ -345,19 +345,19 @@ def test_nan(tmp_path, own):
 
 def test_another_number_of_ranks(tmp_path, own):
     """What three ranks have not done, two do, and the line says what repeats."""
-    warn = {"AT_1_64": "warned.append(1)"}
+    warn = {"AT_0_64": "warned.append(1)"}
     stopped = start(own, *[tmp_path] * 3, **warn)
     assert {rank.exit_code for rank in stopped} == {1}, stopped
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    done = int(saved["done"][1])
-    assert saved["epoch"] == 1 and done % (3 * 64) == 0
+    epoch, done = saved["epoch"], int(saved["done"][1])
+    assert done > 0 and done % (3 * 64) == 0
     resumed, _ = start(own, tmp_path, tmp_path)
-    line = f"Resumed ./checkpoint.pt: epoch 1, {done} samples, {done % 2} again"
+    line = f"Resumed ./checkpoint.pt: epoch {epoch}, {done} samples, {done % 2} again"
     assert line in resumed.output.splitlines(), resumed
-    # The rest is shared in whole batches.
+    # The rest of the epoch is shared in whole batches.
     count = done + (2048 - done) // 128 * 128
-    assert list(losses(resumed.output, 2, count)) == [1], resumed
-    assert list(losses(resumed.output, 2, 2048)) == [2], resumed
+    epochs = losses(resumed.output, 2, count) | losses(resumed.output, 2, 2048)
+    assert list(epochs) == list(range(epoch, 3)), resumed
 
 
 def test_a_full_disk(tmp_path, own):
