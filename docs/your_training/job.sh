@@ -66,6 +66,8 @@ main() {
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
 stage() {
+    # What Slurm gave an earlier start of this job no time to remove.
+    rm -rf "${LOCAL_JOB_DIR%.*}".*
     # mkdir fails where local_disk is missing, or where the nodes share it.
     mkdir "$LOCAL_JOB_DIR" || fail "$(hostname) needs its own local_disk"
     [ -z "$DATA_ARCHIVE" ] || tar -xf "$DATA_ARCHIVE" --one-top-level="$LOCAL_JOB_DIR/data" ||

@@ -198,7 +198,7 @@ mark = os.environ["RUN_DIR"] + "/once-" + os.environ["SLURM_PROCID"]
 if not os.path.exists(mark):
     open(mark, "w").close()
     """
-TWO = "--nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --mem=2G".split()
+TWO = "--nodelist=node[1-2] --ntasks-per-node=1 --cpus-per-task=1 --mem=2G".split()
 ONE = "--cpus-per-task=1 --mem=2G".split()
 
 
