@@ -198,7 +198,8 @@ mark = os.environ["RUN_DIR"] + "/once-" + os.environ["SLURM_PROCID"]
 if not os.path.exists(mark):
     open(mark, "w").close()
     """
-TWO = "--nodelist=node[1-2] --ntasks-per-node=1 --cpus-per-task=1 --mem=2G".split()
+TWO = ["--nodes=2", "--nodelist=node[1-2]"]
+TWO += "--ntasks-per-node=1 --cpus-per-task=1 --mem=2G".split()
 ONE = "--cpus-per-task=1 --mem=2G".split()
 
 
