@@ -230,7 +230,7 @@ def test_job(jobs, ranks, make, frameworks):
     (folder / ".venv").symlink_to(frameworks)
     for name in ("sharded/main.py", "your_training/job.sh"):
         shutil.copy(REPOSITORY / "docs" / name, folder)
-    flags = [*FLAGS, "--epochs=20", "--learning-rate=0.0003"]
+    flags = [*FLAGS, "--epochs=6", "--learning-rate=0.0003"]
 
     def submit(shape: str, *more: str) -> str:
         nodes, tasks = shape.split(" x ")
