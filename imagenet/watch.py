@@ -121,7 +121,7 @@ def log_stacks(message: str) -> None:
 class HangWatch:
     """Ends this rank when its main thread does not move, and lets the log say why.
 
-    A thread counts the time by its own naps: none passes while Slurm suspends the job.
+    A thread counts the time by its own naps: hardly any passes while Slurm suspends the job.
     Of a hang, it shows the stacks, and then waits for the threads of the other ranks,
     which do the same. A rank whose thread does not come is stopped or gone, or its C
     code keeps Python's lock: it is named.
@@ -168,8 +168,10 @@ class HangWatch:
     def _run(self) -> None:
         nap = self.timeout / 100
         while self.clock - self.last_tick < self.limit:
+            before = time.monotonic()
             time.sleep(nap)
-            self.clock += nap
+            # A nap that took longer was a busy CPU's, or Slurm has suspended the job.
+            self.clock += min(time.monotonic() - before, 3 * nap)
         log_stacks(f"has not moved for {self.limit:.0f} s: it {self.doing}")
         self._name_missing()
         os._exit(1)  # srun ends the other ranks
