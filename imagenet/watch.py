@@ -121,10 +121,10 @@ def log_stacks(message: str) -> None:
 class HangWatch:
     """Ends this rank when its main thread does not move, and lets the log say why.
 
-    A thread counts the time by its own naps: hardly any passes while Slurm suspends the job.
-    Of a hang, it shows the stacks, and then waits for the threads of the other ranks,
-    which do the same. A rank whose thread does not come is stopped or gone, or its C
-    code keeps Python's lock: it is named.
+    A thread counts the time by its own naps: hardly any passes while Slurm suspends
+    the job. Of a hang, it shows the stacks, and then waits for the threads of the
+    other ranks, which do the same. A rank whose thread does not come is stopped or
+    gone, or its C code keeps Python's lock: it is named.
     """
 
     def __init__(self, timeout: float):

@@ -135,7 +135,7 @@ def test_several_at_once(jobs: Jobs, project):
             logs = logs_of(folder, job)
             return all(logs.get(n, "").count("Told ") == starts for n in (3, 5, 7))
 
-        jobs.until_found(job, find, f"three lines, {starts} times", 60)
+        jobs.until_found(job, find, f"three lines, {starts} times", 300)
 
     waiting(1)
     sweep.write_text(sweep.read_text().replace("--wait", "--other"))
@@ -181,7 +181,7 @@ def test_a_line_that_fails_ends_no_other(jobs: Jobs, project):
     def idle() -> bool:
         return any("flock" in process for process in jobs.cluster.processes("node1"))
 
-    jobs.until_found(job, idle, "a task that waits", 60)
+    jobs.until_found(job, idle, "a task that waits", 300)
     (folder / "go").touch()
     result = jobs.wait(job)
     assert result.find("^Line (.*)$")[-1] == "1: ended with status 3", result
@@ -367,9 +367,9 @@ def test_how_busy(jobs: Jobs, project, path):
     flags = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=2G"
     env = {"PATH": path, "GPU_REPORT_SECONDS": "0.2"}
     job = jobs.submit(folder, *flags.split(), "job.sh", "--wait", "--kill", **env)
-    jobs.until_found(job, lambda: len(told(jobs.log(job))) == 4, "all tasks", 60)
+    jobs.until_found(job, lambda: len(told(jobs.log(job))) == 4, "all tasks", 300)
     jobs.run(["scancel", "--signal=USR1", job])
-    jobs.until_found(job, lambda: len(told(jobs.log(job))) == 8, "a requeue", 60)
+    jobs.until_found(job, lambda: len(told(jobs.log(job))) == 8, "a requeue", 300)
     (folder / "go").touch()
     result = jobs.wait(job)
     report = [BOTH, BOTH.replace("node1", "node2"), "4 GPUs, 0.00 GPU-hours, 46% busy"]
