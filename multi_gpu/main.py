@@ -352,10 +352,14 @@ def explain_failure(device: torch.device):
 
 
 def check_master_addr() -> None:
-    """Raise OSError if rank 0's node does not answer. PyTorch would take minutes."""
+    """Raise OSError if rank 0 is not there. PyTorch would take minutes to say so."""
     place = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     try:
-        socket.create_connection(place, timeout=60, all_errors=True).close()
+        if environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in environ:
+            # Only on its own node can rank 0 listen, here on any free port.
+            socket.create_server((place[0], 0)).close()
+        else:
+            socket.create_connection(place, timeout=60, all_errors=True).close()
     except socket.gaierror:
         time.sleep(10)  # a name server may be busy for a moment
         socket.getaddrinfo(*place)

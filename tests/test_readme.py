@@ -37,7 +37,7 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "old, new, most_added, most_removed",
     [
-        ("single_gpu/main.py", "multi_gpu/main.py", 108, 18),
+        ("single_gpu/main.py", "multi_gpu/main.py", 112, 18),
         ("multi_gpu/main.py", "multi_node/main.py", 20, 10),
         ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
         ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
