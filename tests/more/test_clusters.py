@@ -11,7 +11,10 @@ import pytest
 from first_aid import user_of
 from slurm_jobs import REPOSITORY, TINY, TWO, call
 
-PAGE = (REPOSITORY / "docs" / "clusters.rst").read_text()
+PAGE = "".join(
+    (REPOSITORY / "docs" / name).read_text()
+    for name in ("clusters.rst", "containers.rst")
+)
 # By the first word of a cluster's paragraph: a node, as its documentation has them.
 SHAPES = {
     "Mila": "CPUs=48 RealMemory=1000000 Gres=gpu:l40s:4",
