@@ -46,9 +46,9 @@ def test_all_job_scripts_forget_the_same():
 @pytest.mark.parametrize(
     "shell, folder, last_line",
     [
-        ("a task", "multi_node", "Weights: "),
-        ("salloc's shell", "multi_node", "Weights: "),
-        ("salloc's shell, by GPU", "multi_node", "Weights: "),
+        ("a task", "multi_node", "Test loss "),
+        ("salloc's shell", "multi_node", "Test loss "),
+        ("salloc's shell, by GPU", "multi_node", "Test loss "),
         # imagenet's seed is the number of its task, in an array of its own.
         ("a task of an array", "imagenet", "Weights SHA-256"),
     ],
