@@ -50,7 +50,7 @@ def test_all_job_scripts_forget_the_same():
         ("salloc's shell", "multi_node", "Test loss "),
         ("salloc's shell, by GPU", "multi_node", "Test loss "),
         # imagenet's seed is the number of its task, in an array of its own.
-        ("a task of an array", "imagenet", "Weights SHA-256"),
+        ("a task of an array", "imagenet", "To use the best weights: "),
     ],
 )
 def test_sbatch_in_a_job(jobs, shell, folder, last_line, tmp_path):
