@@ -46,7 +46,9 @@ def main() -> None:
     set_ranks()
     setup_logging()
     commit = find_commit()  # which may change while this trains
-    logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
+    logging.info(time.strftime("%Y-%m-%d %H:%M:%S"))
+    for name, value in vars(args).items():
+        logging.info(f"  {name}: {value}")
     train_set, valid_set = load_data(args)
     loaders = [build_loader(part, args.workers) for part in (train_set, valid_set)]
     watch = Watch(args)

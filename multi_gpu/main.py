@@ -34,7 +34,9 @@ def main() -> None:
     check_task()
     set_ranks()
     setup_logging()
-    logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
+    logging.info(time.strftime("%Y-%m-%d %H:%M:%S"))
+    for name, value in vars(args).items():
+        logging.info(f"  {name}: {value}")
     weights_file = find_weights_file()
     if environ["LOCAL_RANK"] == "0" and not args.synthetic:
         read_cifar10(args.data_dir)  # the others wait for it in setup_distributed

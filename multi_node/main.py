@@ -35,7 +35,9 @@ def main() -> None:
     check_task()
     set_ranks()
     setup_logging()
-    logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
+    logging.info(time.strftime("%Y-%m-%d %H:%M:%S"))
+    for name, value in vars(args).items():
+        logging.info(f"  {name}: {value}")
     weights_file = find_weights_file()
     # On a node's own disk, one process a node downloads; on a shared one, rank 0.
     own_disk = args.data_dir == find_data_dir() and args.data_dir != "./data"

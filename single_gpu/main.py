@@ -31,7 +31,9 @@ def main() -> None:
     args = parse_args()
     check_task()
     setup_logging()
-    logging.info(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {vars(args)}")
+    logging.info(time.strftime("%Y-%m-%d %H:%M:%S"))
+    for name, value in vars(args).items():
+        logging.info(f"  {name}: {value}")
     weights_file = find_weights_file()
     device = find_device()
     dtype = find_dtype(device)

@@ -22,7 +22,8 @@ EPOCH_LINE = re.compile(
     r"valid loss \d+\.\d{3} accuracy \d+\.\d\d%, \d+ images/s$",
     re.MULTILINE,
 )
-ARGUMENTS_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\{.*\})$", re.MULTILINE)
+# A log begins with when the training began, and with all options, one a line.
+ARGUMENTS_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d$|  [a-z_]+: )", re.M)
 TEST_LINE = re.compile(r"^Test loss (\d+\.\d{3}) accuracy (\d+\.\d\d)%$", re.MULTILINE)
 
 
@@ -57,9 +58,9 @@ class Result:
             f"{100 * correct / TEST:.2f}" for correct in range(TEST + 1)
         }, self
         assert output.count("training on the CPU") == 1, self
-        # The first line of the log tells when it began and with what.
-        (arguments,) = ARGUMENTS_LINE.findall(output)
-        assert f"'batch_size': {batch_size}, " in arguments, self
+        began = [text for text in ARGUMENTS_LINE.findall(output) if text[0].isdigit()]
+        assert len(began) == 1, self
+        assert f"\n  batch_size: {batch_size}\n" in output, self
 
     def __str__(self) -> str:
         ended = f"job {self.job} {self.state}, exit code {self.exit_code}"

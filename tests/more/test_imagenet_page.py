@@ -174,7 +174,7 @@ def test_a_sweep(user):
         results = [user.wait(f"{array}_{task}") for task in (1, 2, 3)]
     finally:
         user.run(["git", "reset", "-q", "--hard", "HEAD~1"])
-    settings = "'learning_rate': (.+?), 'weight_decay': (.+?), 'seed': 0,"
+    settings = "^  learning_rate: (.+)\n  weight_decay: (.+)\n  seed: 0$"
     trained = [result.find(settings) for result in results]
     default = str(2**-15)
     expected = [("0.1", default), ("0.2", default), ("0.2", "0.0001")]

@@ -84,4 +84,4 @@ def test_sbatch_in_a_job(jobs, shell, folder, last_line, tmp_path):
     lines = [line for line in result.output.splitlines() if not re.match(busy, line)]
     assert lines[-1].startswith(last_line), result
     assert not [line for line in lines if "srun: " in line], result
-    assert "'seed': 0, " in result.output, result
+    assert "\n  seed: 0\n" in result.output, result

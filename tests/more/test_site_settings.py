@@ -92,7 +92,7 @@ def nothing_left(jobs):
 def finished(result, name: str, data: str) -> None:
     """Assert that a training was whole, and where its data was."""
     trained(result, name.split("/")[0], CASES[name][1])
-    assert result.find(f"'data_dir': '{data}/data'"), result
+    assert result.find(f"^  data_dir: {data}/data$"), result
 
 
 @pytest.mark.parametrize("site", SITES)
