@@ -18,7 +18,8 @@ def shown(page: str, job: str) -> str:
 @pytest.mark.usefixtures("nothing_left")
 def test_first_log(jobs):
     *_, right, wrong, _two_nodes = listings(PAGE, "Your first job")
-    result = jobs.sbatch("single_gpu", "job.sh", "--synthetic", "--epochs=1")
+    two = "--cpus-per-task=2"  # this machine may have no more, and threads would wait
+    result = jobs.sbatch("single_gpu", two, "job.sh", "--synthetic", "--epochs=1")
     assert result.state == "COMPLETED", result
     lines = shown(result.output, str(jobs.clone)).splitlines()
     assert lines[-2:] == shown(right, str(jobs.clone)).splitlines(), result
