@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from slurm_jobs import REPOSITORY
+from slurm_jobs import REPOSITORY, every_case
 from test_checkpoint import mounted
 from test_launch import ONE_EACH, SMALL, TWO_EACH
 
 EXAMPLES = pytest.mark.parametrize(
-    "example, world_size", [("single_gpu", 1), ("multi_gpu", 2), ("multi_node", 2)]
+    "example, world_size",
+    every_case(("multi_node", 2), ("multi_gpu", 2), ("single_gpu", 1)),
 )
 OLDER = b"weights of an older training"
 
@@ -121,7 +122,7 @@ case "$*" in *--lock) chmod a-w "$LOCAL_JOB_DIR/data/train" ;; esac
 """
 
 
-@pytest.mark.parametrize("script", ["single_gpu/job.sh", "multi_node/job.sh"])
+@pytest.mark.parametrize("script", every_case("multi_node/job.sh", "single_gpu/job.sh"))
 def test_read_only_data(jobs, script):
     """An archive of read-only folders, from which even its owner can remove nothing.
 

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from slurm_jobs import every_case
 from test_launch import ONE_EACH, ONE_EPOCH, SMALL, trained
 
 # Rank 1's node learns where node1 is when main.py waits to ask again.
@@ -35,7 +36,7 @@ def test_late_name(jobs, archive):
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("script", ["job.sh", "job_torchrun.sh"])
+@pytest.mark.parametrize("script", every_case("job_torchrun.sh", "job.sh"))
 def test_name_in_the_fast_network(jobs, tmp_path, script):
     """The first node has another name and address there, as on JSC's machines."""
     text = (jobs.clone / "multi_node" / script).read_text()

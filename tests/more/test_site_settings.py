@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from conftest import start_jobs
 from drawn_imagenet import draw_imagenet
-from slurm_jobs import TINY, listings
+from slurm_jobs import TINY, every_case, listings
 from test_imagenet_page import PAGE, joined, make_smaller
 from test_launch import ONE_EACH, ONE_EPOCH, SMALL, TWO_EACH, trained
 
@@ -118,7 +118,7 @@ srun uv run --no-sync python main.py {arguments}
 """
 
 
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("site", every_case(*SITES))
 def test_salloc_and_srun(jobs, site, tmp_path):
     """main.py takes the site's folder. imagenet's page names one of the job's own."""
     task_prolog, disk = SITES[site]

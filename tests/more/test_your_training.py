@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from first_aid import user_of
-from slurm_jobs import REPOSITORY, Jobs, Result, listing
+from slurm_jobs import REPOSITORY, Jobs, Result, every_case, listing
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler, TensorDataset
@@ -377,7 +377,7 @@ def test_a_full_disk(tmp_path, own):
     assert (disk / "checkpoint.pt").read_bytes() == good
 
 
-@pytest.mark.parametrize("script", [SCRIPTS / "main.py", RESUME, WHOLE])
+@pytest.mark.parametrize("script", every_case(WHOLE, RESUME, SCRIPTS / "main.py"))
 def test_too_few_samples(tmp_path, script):
     samples = "5096" if script == WHOLE else "16384, 2"
     few = "1064" if script == WHOLE else "100, 2"
