@@ -17,9 +17,11 @@
 # use --synthetic or --data-dir.
 export IMAGENET_DIR=${IMAGENET_DIR-}
 # EDIT: how Python starts. The default is the Python that `uv sync` has installed. For conda or
-# a module, load it here, then python=(python -X faulthandler). In a container:
-# python=(apptainer exec --nv image.sif python -X faulthandler). With -X faulthandler, a crash
-# prints where Python was. -E ignores PYTHONPATH and the like, which may be of other software.
+# a module, load it here, then python=(python -X faulthandler). In a container, --bind the disks
+# of the clone, the data and the node:
+# python=(apptainer exec --nv --bind /scratch,/local /scratch/image python -E -X faulthandler)
+# With -X faulthandler, a crash prints where Python was. -E ignores PYTHONPATH and the like,
+# which may be of other software.
 python=(../.venv/bin/python -E -X faulthandler)
 # EDIT: the node's own disk. Some clusters set SLURM_TMPDIR. If yours has another one, write it
 # in place of /tmp.
@@ -54,6 +56,8 @@ main() {
     on_each_node bash -euc make_folder
     if [ -n "$GIT_COMMIT" ]; then use_commit; fi
     type "${python[0]}" &> /dev/null || fail "$(hostname) has no ${python[0]}: uv sync --locked"
+    # In a container, Apptainer says why not.
+    [[ ${python[1]:-} != exec ]] || "${python[@]}" -V > /dev/null || fail "no ${python[*]}"
     choose_arguments "$@"
     [ -z "$IMAGENET_DIR" ] || on_each_node "${python[@]}" prepare_data.py "${prepare[@]}"
 
