@@ -10,13 +10,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import cluster as slurm
 import pytest
 from drawn_imagenet import draw_imagenet
-from slurm_jobs import TINY, TWO, Jobs, listing, weights
+from slurm_jobs import REPOSITORY, TINY, TWO, Jobs, listing, weights
 
 # All mounts are in this run's own namespace, see conftest.py. What is written goes to
 # memory.
@@ -71,10 +72,10 @@ def runtime(pytestconfig, start_cluster, tmp_path_factory) -> Path:
 def disks(runtime):
     """A folder with `scratch`, the shared disk, and `local`, for the nodes' own."""
     folder = tempfile.mkdtemp(prefix="containers-", dir="/var/tmp")
-    subprocess.run(["mount", "--bind", folder, "/mnt"], check=True)
+    subprocess.run(["mount", "--bind", folder, "/srv"], check=True)
     for name in ("scratch", "local"):
-        Path("/mnt", name).mkdir()
-    yield Path("/mnt")
+        Path("/srv", name).mkdir()
+    yield Path("/srv")
     shutil.rmtree(folder)
 
 
@@ -124,6 +125,7 @@ def jobs(start_cluster, disks, clone, image, archive, tmp_path_factory):
         yield jobs
 
 
+PAGE = (REPOSITORY / "docs" / "containers.rst").read_text()
 LINE = listing("containers.rst", "python=(apptainer").strip()
 OWN = LINE.replace(" -E", "")  # your_training's job.sh unsets variables for Python
 
@@ -187,7 +189,7 @@ def test_imagenet(jobs, started):
     """It stages the archives on each node, in the container, too."""
     result = jobs.wait(started["imagenet/job.sh"])
     weights(result, pictures=20)
-    assert len(result.find("^node[12]: staged 44 images in /mnt/local/")) == 2, result
+    assert len(result.find("^node[12]: staged 44 images in /srv/local/")) == 2, result
 
 
 def test_your_training(jobs, edit, disks):
@@ -205,3 +207,69 @@ def test_your_training(jobs, edit, disks):
     assert (result.state, result.restarts) == ("COMPLETED", 1), result
     assert len(result.find(f"^Resumed runs/{job}/checkpoint.pt: epoch")) == 1, result
     assert result.find(r"^Epoch (\d): ") == ["0", "1", "2"], result
+
+
+def test_an_allocation(jobs, archive, disks, place):
+    """Slurm's commands are not in the container: the page's lines name the node."""
+    data = disks / "scratch" / "data"
+    data.mkdir()
+    subprocess.run(["tar", "-xf", archive, "-C", data], check=True)
+    lines = place(listing("containers.rst", "export MASTER_ADDR"))
+    small = f"--epochs=1 --batch-size=4 --data-dir={data}"
+    typed = lines.replace("--synthetic", small)
+    command = ["salloc", *TWO, "--nodes=2", "bash", "-euc", typed]
+    jobs.run(command, "multi_node").trained(2, batch_size=4)
+
+
+def test_no_image(jobs, edit):
+    """job.sh looks into the container before it does anything else."""
+    scripts = [*jobs.clone.glob("*/job*.sh"), jobs.clone / "docs/your_training/job.sh"]
+    for script in scripts:
+        line = LINE.replace("/image ", "/other ")
+        result = jobs.sbatch(script.parent, *TWO, "--nodes=1", edit(script, line))
+        assert result.state == "FAILED", result
+        assert result.find("^FATAL: .*/scratch/other"), result
+        error = "^job.sh: error: no apptainer exec .*/scratch/other python "
+        assert result.find(error) and not result.find("^srun"), result
+
+
+def test_not_bound(jobs, edit):
+    """The line of main.py names the flag that Apptainer lacks."""
+    line = re.sub("--bind [^ ]* ", "", LINE)
+    script = edit(jobs.clone / "single_gpu" / "job.sh", line)
+    result = jobs.sbatch("single_gpu", *TWO, "--nodes=1", script)
+    assert result.state == "FAILED", result
+    said = "Read-only file system: .*in a container, --bind that folder"
+    assert result.find(f"^main.py: error: no whole CIFAR-10 in .*{said}"), result
+
+
+def test_the_environment_as_one_file(jobs, edit, disks, place):
+    """Each node unpacks it, and starts Python from there. It needs no container."""
+    folder = disks / "scratch" / "packed"
+    (folder / "multi_node").mkdir(parents=True)
+    venv = [sys.executable, "-m", "venv", "--without-pip", folder / ".venv"]
+    subprocess.run(venv, check=True)
+    pack = ["bash", "-euc", place(listing("containers.rst", "tar -cf"))]
+    subprocess.run(pack, cwd=folder, check=True)
+    added = re.findall(r"^     (.*)\n    \+(.*)\n", PAGE, re.MULTILINE)
+    assert len(added) == 3
+    examples = {"multi_node": "../.venv", "docs/your_training": ".venv"}
+    for name, environment in examples.items():
+        to = folder / "multi_node" if name == "multi_node" else folder
+        (to / "main.py").write_text("import sys; print(sys.prefix)")
+        text = (jobs.clone / name / "job.sh").read_text()
+        for before, line in added:
+            assert text.count(f"{before}\n") == 1, before
+            text = text.replace(f"{before}\n", f"{before}\n{place(line)}\n")
+        (to / "job.sh").write_text(text)
+        line = f"python=({environment}/bin/python -X faulthandler)"
+        result = jobs.sbatch(to, *TWO, "--nodes=2", edit(to / "job.sh", line))
+        assert result.state == "COMPLETED", result
+        assert len(result.find(f"^{disks}/local/slurm-job-.*/.venv$")) == 2, result
+
+
+def test_nothing_is_left(jobs, disks):
+    """After all these jobs, the nodes' own disks are empty."""
+    assert jobs.leftovers() == []
+    for node in jobs.cluster.nodes:
+        assert jobs.on(node, "ls", "-A", disks / "local").output == ""
