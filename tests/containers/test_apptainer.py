@@ -19,6 +19,11 @@ import pytest
 from drawn_imagenet import draw_imagenet
 from slurm_jobs import REPOSITORY, TINY, TWO, Jobs, listing, weights
 
+PAGE = (REPOSITORY / "docs" / "containers.rst").read_text()
+LINE = listing("containers.rst", "python=(apptainer").strip()
+OWN = LINE.replace(" -E", "")  # your_training's job.sh unsets variables for Python
+DISKS = Path("/srv")  # with `scratch`, the shared one, and `local`, each node's own
+
 # All mounts are in this run's own namespace, see conftest.py. What is written goes to
 # memory.
 INSTALL = """\
@@ -49,6 +54,24 @@ mkdir -p /var/lib/apptainer/mnt/session
 """
 
 
+def place(text: str) -> str:
+    """Return lines of the page with this cluster's folders."""
+    return re.sub("/(?=scratch|local)", f"{DISKS}/", text)
+
+
+def edit(script: Path, line: str = LINE) -> Path:
+    """Return a job script with a line that starts Python, and the node's own disk."""
+    text = script.read_text()
+    assert f"\n# {line}\n" in text or line not in (LINE, OWN)
+    for new in (line, "local_disk=/local"):
+        name = new.split("=")[0]
+        text, replaced = re.subn(rf"(?m)^{name}=.*$", place(new), text)
+        assert replaced == 1, script
+    path = script.with_name(f"edited_{script.name}")
+    path.write_text(text)
+    return path
+
+
 @pytest.fixture(scope="module")
 def runtime(pytestconfig, start_cluster, tmp_path_factory) -> Path:
     """Install Apptainer; return the root whose /usr has it."""
@@ -69,29 +92,16 @@ def runtime(pytestconfig, start_cluster, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def disks(runtime):
-    """A folder with `scratch`, the shared disk, and `local`, for the nodes' own."""
-    folder = tempfile.mkdtemp(prefix="containers-", dir="/var/tmp")
-    subprocess.run(["mount", "--bind", folder, "/srv"], check=True)
-    for name in ("scratch", "local"):
-        Path("/srv", name).mkdir()
-    yield Path("/srv")
+def clone(runtime, clone):
+    folder = tempfile.mkdtemp(prefix="containers-", dir=slurm.PARENT)
+    subprocess.run(["mount", "--bind", folder, DISKS], check=True)
+    (DISKS / "local").mkdir()
+    yield shutil.copytree(clone, DISKS / "scratch" / "clone", symlinks=True)
     shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
-def place(disks):
-    """Return what writes a line of the page with the folders of this cluster."""
-    return lambda line: re.sub("/(?=scratch|local)", f"{disks}/", line)
-
-
-@pytest.fixture(scope="module")
-def clone(disks, clone) -> Path:
-    return shutil.copytree(clone, disks / "scratch" / "clone", symlinks=True)
-
-
-@pytest.fixture(scope="module")
-def image(runtime, disks, place, clone) -> Path:
+def image(runtime, clone) -> Path:
     """Build the page's image on a login node, with a base that is not downloaded."""
     definition = listing("containers.rst", "Bootstrap: docker").splitlines()
     base = f"Bootstrap: localimage\nFrom: {slurm.root_of('22.05')}\n"
@@ -99,14 +109,12 @@ def image(runtime, disks, place, clone) -> Path:
     build = place(listing("containers.rst", "export APPTAINER_TMPDIR"))
     # The folder of uv itself, not of a script that starts it.
     uv = Path(os.environ.get("UV") or shutil.which("uv"))
-    env = os.environ | {
-        "APPTAINER_USERNS": "1",
-        "PATH": f"{uv.parent}:{os.environ['PATH']}",
-    }
+    path = f"{uv.parent}:{os.environ['PATH']}"
     take_usr = 'mount --rbind "$0/usr" /usr && exec bash -euc "$1"'
     command = ["unshare", "--mount", "sh", "-c", take_usr, runtime, build]
+    env = os.environ | {"APPTAINER_USERNS": "1", "PATH": path}
     subprocess.run(command, cwd=clone, env=env, check=True)
-    image = disks / "scratch" / "image"
+    image = DISKS / "scratch" / "image"
     # The tests' CIFAR-10 is not the published one.
     (packages,) = image.glob("opt/environment/.venv/lib/python*/site-packages")
     first = f"import sys; sys.path.insert(0, '{clone}/tests/any_checksum')\n"
@@ -115,43 +123,20 @@ def image(runtime, disks, place, clone) -> Path:
 
 
 @pytest.fixture(scope="module")
-def jobs(start_cluster, disks, clone, image, archive, tmp_path_factory):
+def jobs(start_cluster, clone, image, archive, tmp_path_factory):
     with start_cluster(slurm="26.05") as cluster:
         jobs = Jobs(cluster, clone, archive, tmp_path_factory.mktemp("logs"))
         jobs.env["APPTAINER_USERNS"] = "1"  # root lacks capabilities here
         for node in cluster.nodes:
-            mount = ["mount", "-t", "tmpfs", node, disks / "local"]
+            mount = ["mount", "-t", "tmpfs", node, DISKS / "local"]
             assert jobs.on(node, *mount).exit_code == 0
         yield jobs
 
 
-PAGE = (REPOSITORY / "docs" / "containers.rst").read_text()
-LINE = listing("containers.rst", "python=(apptainer").strip()
-OWN = LINE.replace(" -E", "")  # your_training's job.sh unsets variables for Python
-
-
 @pytest.fixture(scope="module")
-def edit(place):
-    """Return what writes a job script with the page's line and the node's own disk."""
-
-    def edit(script: Path, line: str = LINE) -> Path:
-        text = script.read_text()
-        assert f"\n# {line}\n" in text or line not in (LINE, OWN)
-        for new in (line, "local_disk=/local"):
-            name = new.split("=")[0]
-            text, replaced = re.subn(rf"(?m)^{name}=.*$", place(new), text)
-            assert replaced == 1, script
-        path = script.with_name(f"edited_{script.name}")
-        path.write_text(text)
-        return path
-
-    return edit
-
-
-@pytest.fixture(scope="module")
-def started(jobs, edit, disks) -> dict[str, str]:
+def started(jobs) -> dict[str, str]:
     """The five job scripts, all at once: their jobs mostly wait for Python to start."""
-    data = disks / "scratch" / "imagenet"
+    data = DISKS / "scratch" / "imagenet"
     draw_imagenet(data, classes=4, train=5, valid=6, resolution=40)
     started = {}
     for script in sorted(jobs.clone.glob("*/job*.sh")):
@@ -160,12 +145,9 @@ def started(jobs, edit, disks) -> dict[str, str]:
         tasks = 2 if folder == "multi_gpu" else 1
         flags = [*TWO, f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
         flags.append(f"--gpus-per-node={tasks}")
-        small = ["--epochs=1", "--batch-size=4"]
-        if folder == "imagenet":
-            small = [*TINY, "--epochs=1"]
-        command = [*flags, edit(script), *small]
-        name = f"{folder}/{script.name}"
-        started[name] = jobs.submit(folder, *command, IMAGENET_DIR=str(data))
+        small = ["--epochs=1", *(TINY if folder == "imagenet" else ["--batch-size=4"])]
+        job = jobs.submit(folder, *flags, edit(script), *small, IMAGENET_DIR=str(data))
+        started[f"{folder}/{script.name}"] = job
     assert len(started) == 5
     return started
 
@@ -192,9 +174,9 @@ def test_imagenet(jobs, started):
     assert len(result.find("^node[12]: staged 44 images in /srv/local/")) == 2, result
 
 
-def test_your_training(jobs, edit, disks):
+def test_your_training(jobs):
     """Slurm warns the job. It saves, comes back and trains to its end."""
-    folder = disks / "scratch" / "my_project"
+    folder = DISKS / "scratch" / "my_project"
     folder.mkdir()
     scripts = jobs.clone / "docs" / "your_training"
     shutil.copy(scripts / "whole" / "main.py", folder)
@@ -209,9 +191,9 @@ def test_your_training(jobs, edit, disks):
     assert result.find(r"^Epoch (\d): ") == ["0", "1", "2"], result
 
 
-def test_an_allocation(jobs, archive, disks, place):
+def test_an_allocation(jobs, archive):
     """Slurm's commands are not in the container: the page's lines name the node."""
-    data = disks / "scratch" / "data"
+    data = DISKS / "scratch" / "data"
     data.mkdir()
     subprocess.run(["tar", "-xf", archive, "-C", data], check=True)
     lines = place(listing("containers.rst", "export MASTER_ADDR"))
@@ -221,7 +203,7 @@ def test_an_allocation(jobs, archive, disks, place):
     jobs.run(command, "multi_node").trained(2, batch_size=4)
 
 
-def test_no_image(jobs, edit):
+def test_no_image(jobs):
     """job.sh looks into the container before it does anything else."""
     scripts = [*jobs.clone.glob("*/job*.sh"), jobs.clone / "docs/your_training/job.sh"]
     for script in scripts:
@@ -233,7 +215,7 @@ def test_no_image(jobs, edit):
         assert result.find(error) and not result.find("^srun"), result
 
 
-def test_not_bound(jobs, edit):
+def test_not_bound(jobs):
     """The line of main.py names the flag that Apptainer lacks."""
     line = re.sub("--bind [^ ]* ", "", LINE)
     script = edit(jobs.clone / "single_gpu" / "job.sh", line)
@@ -243,9 +225,9 @@ def test_not_bound(jobs, edit):
     assert result.find(f"^main.py: error: no whole CIFAR-10 in .*{said}"), result
 
 
-def test_the_environment_as_one_file(jobs, edit, disks, place):
+def test_the_environment_as_one_file(jobs):
     """Each node unpacks it, and starts Python from there. It needs no container."""
-    folder = disks / "scratch" / "packed"
+    folder = DISKS / "scratch" / "packed"
     (folder / "multi_node").mkdir(parents=True)
     venv = [sys.executable, "-m", "venv", "--without-pip", folder / ".venv"]
     subprocess.run(venv, check=True)
@@ -265,11 +247,11 @@ def test_the_environment_as_one_file(jobs, edit, disks, place):
         line = f"python=({environment}/bin/python -X faulthandler)"
         result = jobs.sbatch(to, *TWO, "--nodes=2", edit(to / "job.sh", line))
         assert result.state == "COMPLETED", result
-        assert len(result.find(f"^{disks}/local/slurm-job-.*/.venv$")) == 2, result
+        assert len(result.find(f"^{DISKS}/local/slurm-job-.*/.venv$")) == 2, result
 
 
-def test_nothing_is_left(jobs, disks):
+def test_nothing_is_left(jobs):
     """After all these jobs, the nodes' own disks are empty."""
     assert jobs.leftovers() == []
     for node in jobs.cluster.nodes:
-        assert jobs.on(node, "ls", "-A", disks / "local").output == ""
+        assert jobs.on(node, "ls", "-A", DISKS / "local").output == ""
