@@ -56,8 +56,6 @@ main() {
     on_each_node bash -euc make_folder
     if [ -n "$GIT_COMMIT" ]; then use_commit; fi
     type "${python[0]}" &> /dev/null || fail "$(hostname) has no ${python[0]}: uv sync --locked"
-    # In a container, Apptainer says why not.
-    [[ ${python[1]:-} != exec ]] || "${python[@]}" -V > /dev/null || fail "no ${python[*]}"
     choose_arguments "$@"
     [ -z "$IMAGENET_DIR" ] || on_each_node "${python[@]}" prepare_data.py "${prepare[@]}"
 
@@ -181,6 +179,8 @@ check_job() {
     [ "${ENVIRONMENT:-}" ] || fail "start it with sbatch"
     [[ ${SLURM_JOB_ID_HET_GROUP_0:-} != "$SLURM_JOB_ID" ]] || fail "heterogeneous job"
     [ -e main.py ] || fail "no main.py in $PWD"
+    # In a container, Apptainer says why not.
+    [[ ${python[1]:-} != exec ]] || "${python[@]}" -V > /dev/null || fail "no ${python[*]}"
 }
 # If another job has submitted this one, these variables may be that job's: ask Slurm.
 ask_slurm() {
