@@ -17,9 +17,11 @@
 # use --synthetic or --data-dir.
 export IMAGENET_DIR=${IMAGENET_DIR-}
 # EDIT: how Python starts. The default is the Python that `uv sync` has installed. For conda or
-# a module, load it here, then python=(python -X faulthandler). In a container:
-# python=(apptainer exec --nv image.sif python -X faulthandler). With -X faulthandler, a crash
-# prints where Python was. -E ignores PYTHONPATH and the like, which may be of other software.
+# a module, load it here, then python=(python -X faulthandler). In a container, --bind the disks
+# of the clone, the data and the node:
+# python=(apptainer exec --nv --bind /scratch,/local /scratch/image python -E -X faulthandler)
+# With -X faulthandler, a crash prints where Python was. -E ignores PYTHONPATH and the like,
+# which may be of other software.
 python=(../.venv/bin/python -E -X faulthandler)
 # EDIT: the node's own disk. Some clusters set SLURM_TMPDIR. If yours has another one, write it
 # in place of /tmp.
@@ -177,6 +179,8 @@ check_job() {
     [ "${ENVIRONMENT:-}" ] || fail "start it with sbatch"
     [[ ${SLURM_JOB_ID_HET_GROUP_0:-} != "$SLURM_JOB_ID" ]] || fail "heterogeneous job"
     [ -e main.py ] || fail "no main.py in $PWD"
+    # In a container, Apptainer says why not.
+    [[ ${python[1]:-} != exec ]] || "${python[@]}" -V > /dev/null || fail "no ${python[*]}"
 }
 # If another job has submitted this one, these variables may be that job's: ask Slurm.
 ask_slurm() {

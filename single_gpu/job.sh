@@ -13,9 +13,11 @@
 # empty, main.py downloads the data.
 export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-}
 # EDIT: how Python starts. The default is the Python that `uv sync` has installed. For conda or
-# a module, load it here, then python=(python -X faulthandler). In a container:
-# python=(apptainer exec --nv image.sif python -X faulthandler). With -X faulthandler, a crash
-# prints where Python was. -E ignores PYTHONPATH and the like, which may be of other software.
+# a module, load it here, then python=(python -X faulthandler). In a container, --bind the disks
+# of the clone, the data and the node:
+# python=(apptainer exec --nv --bind /scratch,/local /scratch/image python -E -X faulthandler)
+# With -X faulthandler, a crash prints where Python was. -E ignores PYTHONPATH and the like,
+# which may be of other software.
 python=(../.venv/bin/python -E -X faulthandler)
 # EDIT: the node's own disk. Some clusters set SLURM_TMPDIR. If yours has another one, write it
 # in place of /tmp.
@@ -58,6 +60,8 @@ check_job() {
     [ -e main.py ] || fail "no main.py in $PWD"
     ((SLURM_JOB_NUM_NODES == 1)) || fail "use multi_node"
     type "${python[0]}" &> /dev/null || fail "$(hostname) has no ${python[0]}: uv sync --locked"
+    # In a container, Apptainer says why not.
+    [[ ${python[1]:-} != exec ]] || "${python[@]}" -V > /dev/null || fail "no ${python[*]}"
 }
 # sbatch passes on the variables of your shell. If another job or torchrun has started that
 # shell, its variables would change how srun starts this one. Unset all but those that describe

@@ -137,12 +137,13 @@ wait
 """
 
 
-# One of Slurm's commands, as a user of the machine calls it.
+# One of Slurm's commands, as a user of the machine calls it. Where two clusters are up,
+# a job of one calls the other's, and sh would lose the functions that it has exported.
 COMMAND = """\
 #!/bin/bash
 PATH=${{PATH/"{state}/bin:"/}}
 take_usr='mount --bind /usr/local "$0/usr/local" && mount --rbind "$0/usr" /usr'
-exec unshare --mount sh -c "$take_usr"' && exec "$@"' {root} /usr/bin/{name} "$@"
+exec unshare --mount bash -c "$take_usr"' && exec "$@"' {root} /usr/bin/{name} "$@"
 """
 
 
