@@ -6,8 +6,11 @@ import shutil
 import sys
 from itertools import groupby
 from pathlib import Path
+from typing import ClassVar
 
 from docutils import nodes
+from pygments.lexer import RegexLexer
+from pygments.token import Name, Text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "site"))
@@ -60,7 +63,7 @@ exclude_patterns = [
     "*/data",
     "site",
 ]
-highlight_language = "none"  # of blocks that say none, as on GitHub
+highlight_language = "text"  # of blocks that say none: commands and what they print
 smartquotes = False
 
 html_theme = "furo"
@@ -83,7 +86,16 @@ html_css_files = ["pages.css"]
 html_copy_source = html_show_copyright = html_use_index = False
 
 
+class Words(RegexLexer):
+    """No colors, as on GitHub, but pages.css keeps the options whole."""
+
+    tokens: ClassVar = {
+        "root": [(r"--\w[\w-]*", Name.Attribute), (r"-*[^-]+|-+", Text)]
+    }
+
+
 def setup(app) -> None:
+    app.add_lexer("text", Words)
     app.connect("source-read", adapt_source)
     app.connect("doctree-resolved", adapt)
     app.connect("html-collect-pages", diff_pages)
@@ -105,6 +117,12 @@ def adapt(app, doctree: nodes.document, page: str) -> None:
     """Have links lead to pages of the site, those to examples' files to their diffs."""
     for image in list(doctree.findall(nodes.image)):
         image.replace_self(nodes.container("", image.deepcopy(), classes=["picture"]))
+    for literal in doctree.findall(nodes.literal):
+        if any(len(word) > 36 for word in literal.astext().split()):
+            literal["classes"].append("long")
+    for cell in doctree.findall(nodes.entry):
+        if len(cell.astext()) > 40:
+            cell["classes"].append("long")
     for link in doctree.findall(nodes.reference):
         if ":" in link.get("refuri", ":"):
             continue
