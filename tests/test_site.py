@@ -10,7 +10,7 @@ from slurm_jobs import REPOSITORY, call
 from update_readmes import DIFFS
 
 # The group docs is not in .venv. It gets an environment of its own,
-# of 28 small packages: 4 s.
+# of 29 small packages: 4 s.
 COMMAND = "uv run --isolated --only-group docs --locked "
 COMMAND += "sphinx-build -W -c docs/site . site"
 

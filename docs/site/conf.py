@@ -63,6 +63,9 @@ exclude_patterns = [
     "*/data",
     "site",
 ]
+extensions = ["sphinx_copybutton"]
+copybutton_prompt_text = "$ "
+copybutton_selector = "div:not(.highlight-diff) > div.highlight > pre"
 highlight_language = "text"  # of blocks that say none: commands and what they print
 smartquotes = False
 
