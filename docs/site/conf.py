@@ -1,5 +1,6 @@
 """The site that Sphinx makes of the pages on GitHub, and of the examples' diffs."""
 
+import html
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ project = html_title = "PyTorch on Slurm"
 root_doc = "README"
 # The column of pages, by their captions.
 PAGES = {
+    "": ["Start <self>"],
     "Examples": [
         "docs/your_training",
         *(f"{name}/README" for name in ("single_gpu", "multi_gpu", "multi_node")),
@@ -47,10 +49,36 @@ PAGES = {
     "Evidence": ["docs/evidence", "CONTRIBUTING", "tests/README"],
 }
 TOCTREE = "".join(
-    f"\n.. toctree::\n   :hidden:\n   :caption: {caption}\n\n"
+    "\n.. toctree::\n   :hidden:\n"
+    + (f"   :caption: {caption}\n\n" if caption else "\n")
     + "".join(f"   {page}\n" for page in pages)
     for caption, pages in PAGES.items()
 )
+# What a page's title leaves open where it stands alone: in a tab, in the results of a
+# search.
+TITLES = {
+    "single_gpu/README": "train on one GPU with PyTorch",
+    "multi_gpu/README": "train on all GPUs of a node",
+    "multi_node/README": "train on the GPUs of several nodes",
+    "imagenet/README": "large data, checkpoints and requeues",
+    "docs/imagenet/staging": "imagenet's data on the node's disk",
+    "docs/imagenet/checkpoints": "how imagenet saves and resumes",
+    "docs/imagenet/hangs": "how imagenet finds the rank that stops",
+    "docs/imagenet/exceptions": "when imagenet's job fails",
+    "docs/your_training": "a script of your own on several GPUs",
+    "docs/clusters": "the head of job.sh for some clusters",
+    "docs/runs": "sweeps and searches",
+    "docs/containers": "Python in Apptainer or Pyxis",
+    "docs/while_it_runs": "look into a running job",
+    "docs/after_a_job": "what it used, and what to clean up",
+    "docs/first_aid": "why a job failed, or hangs",
+    "docs/first_aid/queue": "errors of sbatch and squeue",
+    "docs/first_aid/environment": "errors and what to do",
+    "docs/first_aid/ranks": "errors and what to do",
+    "docs/evidence": "what was measured and tested",
+    "tests/README": "what they prove",
+}
+DESCRIPTION = "Job scripts and training scripts to run PyTorch on a Slurm cluster"
 # With this class, furo leaves a page's own contents where they are; local: without the
 # page's title, as on GitHub.
 KEPT = ":local:\n   :class: this-will-duplicate-information-and-it-is-still-useful-here"
@@ -85,6 +113,7 @@ html_context = {"diffs": DIFFS}
 html_additional_pages = {"index": "index.html"}
 templates_path = ["templates"]
 html_static_path = ["static"]
+html_favicon = "static/favicon.svg"
 html_css_files = ["pages.css"]
 html_copy_source = html_show_copyright = html_use_index = False
 
@@ -100,7 +129,9 @@ class Words(RegexLexer):
 def setup(app) -> None:
     app.add_lexer("text", Words)
     app.connect("source-read", adapt_source)
+    app.connect("doctree-read", extend_title, priority=400)  # before Sphinx reads it
     app.connect("doctree-resolved", adapt)
+    app.connect("html-page-context", describe)
     app.connect("html-collect-pages", diff_pages)
 
 
@@ -114,6 +145,25 @@ def adapt_source(app, page: str, content: list[str]) -> None:
     )
     if page == root_doc:
         content[0] += TOCTREE
+
+
+def extend_title(app, doctree: nodes.document) -> None:
+    if words := TITLES.get(app.env.current_document.docname):
+        title = next(doctree.findall(nodes.title)).astext()
+        doctree["title"] = f"{title}: {words}"
+
+
+def describe(app, page: str, template: str, context: dict, doctree) -> None:
+    """Give the page a description, for search engines: its first sentence."""
+    words = DESCRIPTION
+    if doctree:
+        paragraphs = doctree.findall(nodes.paragraph)
+        first = next(p for p in paragraphs if isinstance(p.parent, nodes.section))
+        words = re.split(r"(?<=\.)\s", first.astext())[0].replace("\n", " ").rstrip(":")
+    context["metatags"] = (
+        context.get("metatags", "")
+        + f'<meta name="description" content="{html.escape(words)}">'
+    )
 
 
 def adapt(app, doctree: nodes.document, page: str) -> None:
