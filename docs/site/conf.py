@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "site"))
 
 import side_by_side  # noqa: E402
-from update_readmes import DIFFS  # noqa: E402
+from update_readmes import DIFFS, page_of  # noqa: E402
 
 project = html_title = "PyTorch on Slurm"
 root_doc = "README"
@@ -185,22 +185,30 @@ def adapt(app, doctree: nodes.document, page: str) -> None:
         if target in {new for _, new in DIFFS}:
             link["refuri"] = app.builder.get_relative_uri(page, f"diff/{target}")
         elif (ROOT / target).is_file() and not target.endswith(".rst"):
-            copy = Path(app.outdir) / target
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / target, copy)
+            copy_file(app, target)
         else:
             link["refuri"] = re.sub(r"\.rst(?=#|$)", ".html", link["refuri"])
 
 
+def copy_file(app, name: str) -> None:
+    copy = Path(app.outdir) / name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / name, copy)
+
+
 def diff_pages(app):
     for old, new in DIFFS:
+        copy_file(app, old)
+        copy_file(app, new)
         rows = side_by_side.rows(ROOT / old, ROOT / new)
         yield (
             f"diff/{new}",
             {
-                "title": f"{old} and {new}",
+                "title": f"{old} and {new}, side by side",
                 "old": old,
                 "new": new,
+                "explained_in": page_of(new),
+                "explained_in_title": app.env.titles[page_of(new)].astext(),
                 "parts": [
                     list(part)
                     for _, part in groupby(rows, lambda row: row[0].kind == "same")
