@@ -17,7 +17,7 @@ import draw_ranks
 import pytest
 import update_readmes
 from slurm_jobs import REPOSITORY, call
-from update_readmes import DIFFS
+from update_readmes import DIFFS, page_of
 
 README_FILES = sorted([REPOSITORY / "README.rst", *REPOSITORY.glob("*/README.rst")])
 
@@ -106,8 +106,10 @@ def test_check(command):
 @pytest.mark.parametrize("old, new", DIFFS)
 def test_the_page_shows_every_hunk_once(old, new):
     """But for imagenet's, which shows some."""
-    page = REPOSITORY / new.split("/")[0] / "README.rst"
-    names = f"{Path(new).name} {os.path.relpath(REPOSITORY / old, page.parent)}"
+    page = REPOSITORY / f"{page_of(new)}.rst"
+    names = " ".join(
+        os.path.relpath(REPOSITORY / name, page.parent) for name in (new, old)
+    )
     parts = re.findall(
         rf"^\.\. begin {names}(?:: [^\n]+)?\n(.*?)^\.\. end {names}",
         page.read_text(),

@@ -1,24 +1,29 @@
 """The site that Sphinx makes of the pages on GitHub, and of the examples' diffs."""
 
+import html
 import os
 import re
 import shutil
 import sys
 from itertools import groupby
 from pathlib import Path
+from typing import ClassVar
 
 from docutils import nodes
+from pygments.lexer import RegexLexer
+from pygments.token import Name, Text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "site"))
 
 import side_by_side  # noqa: E402
-from update_readmes import DIFFS  # noqa: E402
+from update_readmes import DIFFS, page_of  # noqa: E402
 
 project = html_title = "PyTorch on Slurm"
 root_doc = "README"
 # The column of pages, by their captions.
 PAGES = {
+    "": ["Start <self>"],
     "Examples": [
         "docs/your_training",
         *(f"{name}/README" for name in ("single_gpu", "multi_gpu", "multi_node")),
@@ -44,10 +49,36 @@ PAGES = {
     "Evidence": ["docs/evidence", "CONTRIBUTING", "tests/README"],
 }
 TOCTREE = "".join(
-    f"\n.. toctree::\n   :hidden:\n   :caption: {caption}\n\n"
+    "\n.. toctree::\n   :hidden:\n"
+    + (f"   :caption: {caption}\n\n" if caption else "\n")
     + "".join(f"   {page}\n" for page in pages)
     for caption, pages in PAGES.items()
 )
+# What a page's title leaves open where it stands alone: in a tab, in the results of a
+# search.
+TITLES = {
+    "single_gpu/README": "train on one GPU with PyTorch",
+    "multi_gpu/README": "train on all GPUs of a node",
+    "multi_node/README": "train on the GPUs of several nodes",
+    "imagenet/README": "large data, checkpoints and requeues",
+    "docs/imagenet/staging": "imagenet's data on the node's disk",
+    "docs/imagenet/checkpoints": "how imagenet saves and resumes",
+    "docs/imagenet/hangs": "how imagenet finds the rank that stops",
+    "docs/imagenet/exceptions": "when imagenet's job fails",
+    "docs/your_training": "a script of your own on several GPUs",
+    "docs/clusters": "the head of job.sh for some clusters",
+    "docs/runs": "sweeps and searches",
+    "docs/containers": "Python in Apptainer or Pyxis",
+    "docs/while_it_runs": "look into a running job",
+    "docs/after_a_job": "what it used, and what to clean up",
+    "docs/first_aid": "why a job failed, or hangs",
+    "docs/first_aid/queue": "errors of sbatch and squeue",
+    "docs/first_aid/environment": "errors and what to do",
+    "docs/first_aid/ranks": "errors and what to do",
+    "docs/evidence": "what was measured and tested",
+    "tests/README": "what they prove",
+}
+DESCRIPTION = "Job scripts and training scripts to run PyTorch on a Slurm cluster"
 # With this class, furo leaves a page's own contents where they are; local: without the
 # page's title, as on GitHub.
 KEPT = ":local:\n   :class: this-will-duplicate-information-and-it-is-still-useful-here"
@@ -60,7 +91,10 @@ exclude_patterns = [
     "*/data",
     "site",
 ]
-highlight_language = "none"  # of blocks that say none, as on GitHub
+extensions = ["sphinx_copybutton"]
+copybutton_prompt_text = "$ "
+copybutton_selector = "div:not(.highlight-diff) > div.highlight > pre"
+highlight_language = "text"  # of blocks that say none: commands and what they print
 smartquotes = False
 
 html_theme = "furo"
@@ -79,13 +113,25 @@ html_context = {"diffs": DIFFS}
 html_additional_pages = {"index": "index.html"}
 templates_path = ["templates"]
 html_static_path = ["static"]
+html_favicon = "static/favicon.svg"
 html_css_files = ["pages.css"]
 html_copy_source = html_show_copyright = html_use_index = False
 
 
+class Words(RegexLexer):
+    """No colors, as on GitHub, but pages.css keeps the options whole."""
+
+    tokens: ClassVar = {
+        "root": [(r"--\w[\w-]*", Name.Attribute), (r"-*[^-]+|-+", Text)]
+    }
+
+
 def setup(app) -> None:
+    app.add_lexer("text", Words)
     app.connect("source-read", adapt_source)
+    app.connect("doctree-read", extend_title, priority=400)  # before Sphinx reads it
     app.connect("doctree-resolved", adapt)
+    app.connect("html-page-context", describe)
     app.connect("html-collect-pages", diff_pages)
 
 
@@ -101,10 +147,35 @@ def adapt_source(app, page: str, content: list[str]) -> None:
         content[0] += TOCTREE
 
 
+def extend_title(app, doctree: nodes.document) -> None:
+    if words := TITLES.get(app.env.current_document.docname):
+        title = next(doctree.findall(nodes.title)).astext()
+        doctree["title"] = f"{title}: {words}"
+
+
+def describe(app, page: str, template: str, context: dict, doctree) -> None:
+    """Give the page a description, for search engines: its first sentence."""
+    words = DESCRIPTION
+    if doctree:
+        paragraphs = doctree.findall(nodes.paragraph)
+        first = next(p for p in paragraphs if isinstance(p.parent, nodes.section))
+        words = re.split(r"(?<=\.)\s", first.astext())[0].replace("\n", " ").rstrip(":")
+    context["metatags"] = (
+        context.get("metatags", "")
+        + f'<meta name="description" content="{html.escape(words)}">'
+    )
+
+
 def adapt(app, doctree: nodes.document, page: str) -> None:
     """Have links lead to pages of the site, those to examples' files to their diffs."""
     for image in list(doctree.findall(nodes.image)):
         image.replace_self(nodes.container("", image.deepcopy(), classes=["picture"]))
+    for literal in doctree.findall(nodes.literal):
+        if any(len(word) > 36 for word in literal.astext().split()):
+            literal["classes"].append("long")
+    for cell in doctree.findall(nodes.entry):
+        if len(cell.astext()) > 40:
+            cell["classes"].append("long")
     for link in doctree.findall(nodes.reference):
         if ":" in link.get("refuri", ":"):
             continue
@@ -114,22 +185,30 @@ def adapt(app, doctree: nodes.document, page: str) -> None:
         if target in {new for _, new in DIFFS}:
             link["refuri"] = app.builder.get_relative_uri(page, f"diff/{target}")
         elif (ROOT / target).is_file() and not target.endswith(".rst"):
-            copy = Path(app.outdir) / target
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / target, copy)
+            copy_file(app, target)
         else:
             link["refuri"] = re.sub(r"\.rst(?=#|$)", ".html", link["refuri"])
 
 
+def copy_file(app, name: str) -> None:
+    copy = Path(app.outdir) / name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / name, copy)
+
+
 def diff_pages(app):
     for old, new in DIFFS:
+        copy_file(app, old)
+        copy_file(app, new)
         rows = side_by_side.rows(ROOT / old, ROOT / new)
         yield (
             f"diff/{new}",
             {
-                "title": f"{old} and {new}",
+                "title": f"{old} and {new}, side by side",
                 "old": old,
                 "new": new,
+                "explained_in": page_of(new),
+                "explained_in_title": app.env.titles[page_of(new)].astext(),
                 "parts": [
                     list(part)
                     for _, part in groupby(rows, lambda row: row[0].kind == "same")

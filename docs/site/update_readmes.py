@@ -56,7 +56,16 @@ DIFFS = [
     ("multi_node/job.sh", "multi_node/job_torchrun.sh"),
     ("multi_node/job.sh", "imagenet/job.sh"),
     ("multi_node/main.py", "imagenet/main.py"),
+    ("docs/your_training/before.py", "docs/your_training/main.py"),
+    ("docs/your_training/main.py", "docs/your_training/resume/main.py"),
+    ("docs/your_training/resume/main.py", "docs/your_training/whole/main.py"),
 ]
+
+
+def page_of(new: str) -> str:
+    """Return the name of the page that explains the diff of this file."""
+    folders = new.split("/")
+    return "/".join(folders[:2]) if folders[0] == "docs" else f"{folders[0]}/README"
 
 
 def main() -> None:
