@@ -84,6 +84,31 @@ def test_no_link_is_broken(site):
     assert checked
 
 
+def test_a_search_shows_what_each_page_is_about(site):
+    titles = set()
+    for name, page in site.items():
+        text = page.path.read_text()
+        description = re.search(r'<meta name="description" content="(.*?)">', text)[1]
+        assert len(description.split()) >= 5, name
+        titles.add(re.search("<title>(.*?)</title>", text)[1])
+    # Each page has its own, but index.html leads to the first page.
+    assert len(titles) == len(site) - 1
+    index = site["index.html"].path.with_name("searchindex.js").read_text()
+    assert '"Single GPU: train on one GPU with PyTorch"' in index
+
+
+def test_what_commands_print_is_not_cut(site):
+    """Their blocks wrap, but not at an option's hyphens."""
+    text = site["README.html"].path.read_text()
+    block = re.search(
+        r'<div class="highlight-text [^<]*<div.*?main.py: error.*?</div>', text, re.S
+    )
+    assert '<span class="na">--synthetic</span>' in block[0]
+    css = site["README.html"].path.parent / "_static" / "pages.css"
+    rules = dict(re.findall(r"^(\S[^{}\n]*) {([^}]*)}", css.read_text(), re.M))
+    assert "white-space: pre-wrap;" in rules[".highlight-text pre"]
+
+
 def test_first_aid_begins_with_its_contents(site):
     """Not only in the theme's column, which a narrow window does not show."""
     text = site["docs/first_aid/ranks.html"].path.read_text()

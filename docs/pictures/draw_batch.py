@@ -183,7 +183,7 @@ def draw_row(stages: list[Stage], slot: int, y: int) -> list[str]:
                 "center",
                 center,
                 y + 24,
-                f'<tspan font-weight="bold">{stage.name}</tspan>',
+                f'<tspan font-size="15px" font-weight="bold">{stage.name}</tspan>',
             ),
             text("small center", center, y + 46, stage.words[0]),
             text("small center", center, y + 62, stage.words[1]),

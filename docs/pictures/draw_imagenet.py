@@ -18,7 +18,7 @@ INDEX = (
 )
 DASHED = """
 .dashed { stroke-dasharray: 5 4; }
-.small { font: 14px sans-serif; }
+.small { font: 13px sans-serif; }
 .small.name { font: 13px monospace; }"""
 
 

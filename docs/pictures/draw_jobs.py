@@ -19,6 +19,7 @@ def draw_cluster() -> str:
     """From the login node through the queue to the tasks on two nodes."""
     top, height, disk_y = 64, 250, 348
     shapes = [
+        text("small right", 936, 36, "single_gpu's job has task 0 only, on one node"),
         box("node", 24, top, 190, height),
         text("title", 40, top + 30, "login node"),
         text("", 40, top + 62, "You type:"),
@@ -89,7 +90,7 @@ def draw_cluster() -> str:
         ),
     ]
     return picture(
-        422, "The path of a job: from sbatch through the queue to its tasks", *shapes
+        422, "The path of a job, here one of four tasks on two nodes", *shapes
     )
 
 
