@@ -78,7 +78,8 @@ def runtime(pytestconfig, start_cluster, tmp_path_factory) -> Path:
     capture = pytestconfig.pluginmanager.get_plugin("capturemanager")
     try:
         root = slurm.root_of("26.05")
-        command = ["sh", "-c", INSTALL, "sh", root, tmp_path_factory.mktemp("layers")]
+        layers = tmp_path_factory.mktemp("layers")
+        command = ["timeout", "400", "sh", "-c", INSTALL, "sh", root, layers]
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         done = subprocess.run(command, **output, text=True)
         said = ("not run: " if done.returncode else "") + done.stdout.splitlines()[-1]
