@@ -478,7 +478,7 @@ class User(Jobs):
     def kill_all(self, node: str) -> None:
         """End all that runs Python on a node, as if it had crashed.
 
-        A batch on its way to a rank may stay, as staging.rst says: it is removed.
+        A batch on its way to a rank may stay, as evidence.rst says: it is removed.
         """
         name = "--full '[t]orchrun|[m]ain.py'"  # not this shell
         kill = f"pkill -9 {name}; while pgrep {name}; do sleep 0.1; done"

@@ -12,7 +12,6 @@ from slurm_jobs import IMAGENET_EPOCH_LINE, REPOSITORY, TINY, TWO, listings
 
 PAGE = (REPOSITORY / "imagenet" / "README.rst").read_text()
 EXCEPTIONS = (REPOSITORY / "docs" / "imagenet" / "exceptions.rst").read_text()
-TESTS = (REPOSITORY / "tests" / "README.rst").read_text()
 AFTER = (REPOSITORY / "docs" / "after_a_job.rst").read_text()
 # What is smaller here: the model, and a node with one rank, one GPU and one CPU.
 SMALLER = {
@@ -194,11 +193,3 @@ def test_a_sweep(user):
     assert sorted(listed) == sorted(best)
     rates = [float(line.split("%")[0]) for line in listed]
     assert rates == sorted(rates, reverse=True)
-
-
-def test_the_tests_that_their_page_names():
-    names = set(re.findall(r"``(test_\w+)``", TESTS))
-    files = (REPOSITORY / "tests").rglob("test_*.py")
-    code = "\n".join(path.read_text() for path in files)
-    assert names
-    assert not [name for name in names if f"\ndef {name}(" not in code]
