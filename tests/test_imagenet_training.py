@@ -261,8 +261,8 @@ def test_classify(tmp_path):
 
     (held_out / "apple" / "9.png").write_bytes(bad_png())
     (command,) = re.findall(r"^To use the best weights: \S+ (.*) IMAGE_", text, re.M)
-    command = f"{sys.executable} {REPOSITORY}/imagenet/{command} '{held_out}'"
-    result = call(["bash", "-c", command])
+    command = f"'{sys.executable}' {command} '{held_out}'"
+    result = call(["bash", "-c", command], cwd=REPOSITORY / "imagenet")
     assert result.exit_code == 0, result
     assert "10 images, 1 of them cannot be decoded\n" in result.output, result
     assert result.find(r"^\d of 9 are right: (.*)%$") == [f"{accuracy:.2f}"], result
