@@ -18,8 +18,9 @@ def shown(page: str, job: str) -> str:
 @pytest.mark.usefixtures("nothing_left")
 def test_first_log(jobs):
     *_, right, wrong, _two_nodes = listings(PAGE, "Your first job")
-    two = "--cpus-per-task=2"  # this machine may have no more, and threads would wait
-    result = jobs.sbatch("single_gpu", two, "job.sh", "--synthetic", "--epochs=1")
+    one = "--cpus-per-task=1"  # on a busy machine, threads would wait for each other
+    short = ["--synthetic", "--epochs=1", "--batch-size=32"]
+    result = jobs.sbatch("single_gpu", one, "job.sh", *short)
     assert result.state == "COMPLETED", result
     lines = shown(result.output, str(jobs.clone)).splitlines()
     assert lines[-2:] == shown(right, str(jobs.clone)).splitlines(), result
