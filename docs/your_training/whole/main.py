@@ -170,6 +170,7 @@ for epoch in range(first, args.epochs):
     batches[:] = BatchSampler(left, args.batch_size * args.accumulate, drop_last=False)
     begin, before = time.perf_counter(), mine
     torch.manual_seed(hash((epoch, mine, rank)))  # of dropout and random crops
+    model.train()  # not as from_pretrained() and the validation leave it
     metrics = done.to(device) * (rank == 0)  # or they would count on every rank
     done.zero_()
     for inputs, targets in loader:
@@ -227,7 +228,6 @@ for epoch in range(first, args.epochs):
         correct[0] += (answers == targets).sum()
         correct[1] += len(targets)
     dist.all_reduce(correct)
-    model.train()
     accuracy = (correct[0] / correct[1]).item()
     if rank == 0:
         print(
