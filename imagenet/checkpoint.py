@@ -7,6 +7,7 @@ import os
 import re
 import time
 import zipfile
+from collections.abc import Callable
 from os import environ
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import RunError, do_on_rank_0, gather
 from run import Run
+from watch import HangWatch
 
 
 class Checkpoints:
@@ -23,7 +25,7 @@ class Checkpoints:
     once more.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, hangs: HangWatch):
         # job.sh sets JOB_WORK_DIR: the code may be a copy, which ends with the job.
         self.folder = Path(environ.get("JOB_WORK_DIR", "")).absolute() / folder
         # By default, each batch job has its own. But Slurm's numbers begin again with a
@@ -33,7 +35,7 @@ class Checkpoints:
             and environ.get("SLURM_RESTART_COUNT") == "0"  # job.sh alone sets a 0
             and "TORCHELASTIC_RUN_ID" not in environ  # torchrun restarts a rank itself
         )
-        self.keep = keep
+        self.keep, self.hangs = keep, hangs
         self.saved_at = time.monotonic()  # the last checkpoint, or the start
 
     def load(self, recipe: dict) -> dict | None:
@@ -73,7 +75,7 @@ class Checkpoints:
     def save(self, run: Run) -> None:
         """Write a checkpoint. Raises RunError."""
         path = self.folder / f"epoch-{run.epoch:03}-step-{run.step:06}.pt"
-        do_on_rank_0(f"cannot write {path}", self._save, run.state_dict(), path)
+        self._on_rank_0(self._save, run, path)
         self.saved_at = time.monotonic()
 
     def save_if_best(self, run: Run, accuracy: float) -> None:
@@ -82,7 +84,18 @@ class Checkpoints:
             return
         path = self.folder / "best.pt"
         run.best_accuracy = accuracy
-        do_on_rank_0(f"cannot write {path}", write, run.state_dict(), path)
+        self._on_rank_0(write, run, path)
+
+    def _on_rank_0(self, function: Callable, run: Run, path: Path) -> None:
+        """Let rank 0 write while the others wait, however long its disk takes."""
+
+        def write_and_tick() -> None:
+            function(run.state_dict(), path)
+            # From here on, rank 0 waits for the others: one that is gone is a hang.
+            self.hangs.tick("has saved, and waits for other ranks")
+
+        with self.hangs.paused():
+            do_on_rank_0(f"cannot write {path}", write_and_tick)
 
     def _paths(self) -> list[Path]:
         """Return the checkpoints, the newest one first."""

@@ -79,8 +79,7 @@ class Coordinator:
         """Log the epoch's metrics, keep its model if it is the best, and go on."""
         run = self.run
         self.watch.tracker.log(run.scheduler.last_epoch, values)
-        with self.watch.hangs.paused():
-            self.checkpoints.save_if_best(run, values["valid/accuracy"])
+        self.checkpoints.save_if_best(run, values["valid/accuracy"])
         run.epoch += 1
         run.step = 0
         run.metrics = torch.zeros_like(run.metrics)
@@ -104,8 +103,7 @@ class Coordinator:
             )
         self._log(speed)
         if save or stop or due:
-            with self.watch.hangs.paused():
-                self.checkpoints.save(run)
+            self.checkpoints.save(run)
         if stop:
             raise StopRequested
         # Again in 20 steps or two seconds: a signal leaves little time.

@@ -58,7 +58,7 @@ def main() -> None:
 
     world_size = dist.get_world_size()
     global_batch_size = world_size * args.batch_size * args.accumulate
-    checkpoints = Checkpoints(args.checkpoint_dir, args.keep)
+    checkpoints = Checkpoints(args.checkpoint_dir, args.keep, watch.hangs)
     recipe = get_recipe(args, train_set, valid_set)
     saved = checkpoints.load(recipe)
     if saved:  # the global batch stays, also on another number of GPUs

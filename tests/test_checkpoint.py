@@ -43,6 +43,9 @@ from checkpoint import Checkpoints, check, default_checkpoint_dir, read  # noqa:
 from coordinator import Coordinator, catch_stop_signals, stop_signals  # noqa: E402
 from ranks import RunError, StopRequested  # noqa: E402
 from run import Run  # noqa: E402
+from watch import HangWatch  # noqa: E402
+
+NO_HANG = HangWatch(10**6)  # in seconds
 
 # Ranks
 
@@ -158,7 +161,7 @@ def is_from(state: dict, epoch: int, step: int) -> bool:
 @contextmanager
 def opened(folder: Path, keep: int = 3, recipe: dict = RECIPE):
     """Give the checkpoints in a folder, and the newest; let go of the folder after."""
-    checkpoints = Checkpoints(folder, keep)
+    checkpoints = Checkpoints(folder, keep, NO_HANG)
     try:
         yield checkpoints, checkpoints.load(recipe)
     finally:
@@ -558,7 +561,7 @@ def test_weights_that_are_not_finite(tmp_path, rank0):
 
 def meet_faults_of_rank_0(folder: Path) -> list[str]:
     """Return what a rank is told of what only rank 0 sees."""
-    checkpoints = Checkpoints(folder, 9)
+    checkpoints = Checkpoints(folder, 9, NO_HANG)
     assert is_from(checkpoints.load(RECIPE), 1, 2)
     return [
         refused(checkpoints.save, draw(1, 4, 300)),
