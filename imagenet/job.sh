@@ -179,8 +179,8 @@ check_job() {
     [ "${ENVIRONMENT:-}" ] || fail "start it with sbatch"
     [[ ${SLURM_JOB_ID_HET_GROUP_0:-} != "$SLURM_JOB_ID" ]] || fail "heterogeneous job"
     [ -e main.py ] || fail "no main.py in $PWD"
-    # In a container, Apptainer says why not.
-    [[ ${python[1]:-} != exec ]] || "${python[@]}" -V > /dev/null || fail "no ${python[*]}"
+    # In a container, this prints the version, or Apptainer says why not.
+    [[ ${python[1]:-} != @(exec|run) ]] || "${python[@]}" -V || fail "fails: ${python[*]}"
 }
 # If another job has submitted this one, these variables may be that job's: ask Slurm.
 ask_slurm() {

@@ -142,8 +142,8 @@ check_job() {
     [[ ${SLURM_JOB_ID_HET_GROUP_0:-} != "$SLURM_JOB_ID" ]] || fail "heterogeneous job"
     [ -e main.py ] || fail "no main.py in $PWD"
     type "${python[0]}" &> /dev/null || fail "$(hostname) has no ${python[0]}: uv sync --locked"
-    # In a container, Apptainer says why not.
-    [[ ${python[1]:-} != exec ]] || "${python[@]}" -V > /dev/null || fail "no ${python[*]}"
+    # In a container, this prints the version, or Apptainer says why not.
+    [[ ${python[1]:-} != @(exec|run) ]] || "${python[@]}" -V || fail "fails: ${python[*]}"
 }
 # sbatch passes on the variables of your shell. If another job or torchrun has started that
 # shell, its variables would change how srun starts this one. Unset all but those that describe

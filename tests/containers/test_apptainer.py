@@ -166,6 +166,7 @@ def test_cifar10(jobs, started, script, ranks):
     result = jobs.wait(started[script])
     result.output = re.sub(r"^\d: ", "", result.output, flags=re.MULTILINE)
     result.trained(ranks, batch_size=4)
+    assert result.find(r"^Python 3\.\d+\.\d+$"), result
 
 
 def test_imagenet(jobs, started):
@@ -212,7 +213,7 @@ def test_no_image(jobs):
         result = jobs.sbatch(script.parent, *TWO, "--nodes=1", edit(script, line))
         assert result.state == "FAILED", result
         assert result.find("^FATAL: .*/scratch/other"), result
-        error = "^job.sh: error: no apptainer exec .*/scratch/other python "
+        error = "^job.sh: error: fails: apptainer exec .*/scratch/other python "
         assert result.find(error) and not result.find("^srun"), result
 
 
