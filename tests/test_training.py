@@ -76,6 +76,7 @@ def work_on_rank(example: str, port: str, work, args: tuple):
         "SLURM_LOCALID": rank,
     }
     if work is not observe:
+        dist.barrier()  # or another rank, still joining, might meet a closed connection
         dist.destroy_process_group()  # main() joins it by itself
     return work(load_example(example), *args)
 
