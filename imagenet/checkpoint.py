@@ -207,6 +207,9 @@ def read(path: Path) -> dict:
 def default_checkpoint_dir() -> Path:
     """Return this job's own folder: Slurm keeps a job's number when it requeues it."""
     job = environ.get("SLURM_JOB_ID", "none")
+    disk = Path(environ.get("SCRATCH", "."))
+    if job in disk.parts:  # some clusters remove such a one with the job
+        disk = Path(".")
     if "SLURM_ARRAY_TASK_ID" in environ:  # as in the name of its log
         job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    return Path(environ.get("SCRATCH", ".")) / "checkpoints" / job
+    return disk / "checkpoints" / job

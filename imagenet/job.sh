@@ -45,8 +45,10 @@ main() {
     # scancel or the time limit, it may stay. A requeued job finds it again by this name.
     export LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME
     # main.py makes this file when it saves a checkpoint of a later step than it started from.
-    # It is on the shared disk: a site may empty the node's.
-    export GOT_FURTHER=${SCRATCH:-$PWD}/checkpoints/got_further-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME
+    # It is on the shared disk: a site may empty the node's, and a $SCRATCH of this job's own.
+    disk=${SCRATCH:-$PWD}
+    [[ $disk/ != */$SLURM_JOB_ID/* ]] || disk=$PWD
+    export GOT_FURTHER=$disk/checkpoints/got_further-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME
     rm -f "$GOT_FURTHER"
     trap 'ended_by_slurm=yes' TERM
     # Without this, Slurm's warning could end this shell. It is for main.py, which then saves.
@@ -128,6 +130,8 @@ choose_arguments() {
 # if Slurm preempted it. Otherwise it fails. This runs however the script ends.
 finish() {
     status=$?
+    # Even where the disk of the log is full, and echo fails.
+    set +e
     # The copy of the code may be gone.
     cd "$JOB_WORK_DIR"
     if rm "$GOT_FURTHER" 2> /dev/null; then got_further=yes; fi

@@ -219,6 +219,7 @@ def setup_distributed() -> torch.device:
             # watch.py ends a hang much earlier. A job may be suspended for long.
             timeout=timedelta(days=7),
         )
+    check_gpus(device)
     return device
 
 
@@ -503,6 +504,17 @@ def check_master_addr() -> None:
         # The node refuses while rank 0 is not ready. A firewall would just be silent.
         if errors.subgroup(ConnectionRefusedError) is None:
             raise errors.exceptions[0] from None
+
+
+def check_gpus(device: torch.device) -> None:
+    """Refuse GPUs of two kinds: some would add scaled gradients, others not."""
+    dtypes = [None] * dist.get_world_size()
+    dist.all_gather_object(dtypes, find_dtype(device))
+    if len(set(dtypes)) > 1:
+        fail(
+            f"{socket.gethostname()} computes in {find_dtype(device)}, and other nodes "
+            "do not: ask for GPUs of one kind, as in --gpus-per-node=a100:4"
+        )
 
 
 # ImageNet: any model of torchvision. The images are in data.py.

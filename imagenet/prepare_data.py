@@ -140,11 +140,15 @@ def is_staged(data_dir: Path, wanted: dict) -> bool:
         found = dict(json.loads((data_dir / "index.json").read_text()))
     except (OSError, TypeError, ValueError):  # none, another's, or the node went down
         found = {}
-    if not wanted.items() <= found.items():
-        raise StagingError(
-            "it has something else in it: choose another --data-dir, or remove it"
-        )
-    return True
+    if wanted.items() <= found.items():
+        return True
+    if archives.job_folder() and data_dir == find_data_dir():
+        # Of an earlier start of this job, which Slurm ended while it removed the data.
+        shutil.rmtree(data_dir)
+        return False
+    raise StagingError(
+        "it has something else in it: choose another --data-dir, or remove it"
+    )
 
 
 def list_images(source: Source, copy_to: Path | None = None) -> list[Member]:

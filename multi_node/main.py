@@ -153,6 +153,7 @@ def setup_distributed() -> torch.device:
     backend = "nccl" if on_gpu else "gloo"
     with explain_failure(device):
         dist.init_process_group(backend, device_id=device if on_gpu else None)
+    check_gpus(device)
     return device
 
 
@@ -383,6 +384,17 @@ def check_master_addr() -> None:
         # The node refuses while rank 0 is not ready. A firewall would just be silent.
         if errors.subgroup(ConnectionRefusedError) is None:
             raise errors.exceptions[0] from None
+
+
+def check_gpus(device: torch.device) -> None:
+    """Refuse GPUs of two kinds: some would add scaled gradients, others not."""
+    dtypes = [None] * dist.get_world_size()
+    dist.all_gather_object(dtypes, find_dtype(device))
+    if len(set(dtypes)) > 1:
+        fail(
+            f"{socket.gethostname()} computes in {find_dtype(device)}, and other nodes "
+            "do not: ask for GPUs of one kind, as in --gpus-per-node=a100:4"
+        )
 
 
 def check_losses(*losses: float) -> None:

@@ -284,6 +284,9 @@ def test_folder_on_the_scratch(tmp_path, monkeypatch, rank0):
     monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
     write(default_checkpoint_dir(), (1, 1))
     assert names(tmp_path / "scratch/checkpoints/17") == files((1, 1))
+    # Where each job has a scratch of its own, it is removed with the job.
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch/17/mine"))
+    assert default_checkpoint_dir() == Path("checkpoints/17")
 
 
 def test_another_run_in_the_folder(tmp_path, rank0, monkeypatch):

@@ -364,6 +364,21 @@ def test_something_else_is_there(imagenet, damaged, data_dir):
     check(imagenet, data_dir)
 
 
+def test_left_by_an_earlier_start(imagenet, damaged, tmp_path, monkeypatch):
+    """Slurm ended the job while it removed its data, or you have touched an archive."""
+    folder = tmp_path / "slurm-job-7-cluster"
+    monkeypatch.setenv("LOCAL_JOB_DIR", str(folder))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
+    run(imagenet.source, folder / "data")
+    (folder / "data" / "index.json").unlink()
+    (folder / "data" / VAL).unlink()
+    run(imagenet.source, folder / "data")
+    os.utime(damaged / TRAIN)
+    assert "staged" in run(damaged, folder / "data")
+    check(imagenet, folder / "data")
+
+
 @pytest.mark.parametrize("flags", FORMS)
 def test_killed_at_any_moment(tmp_path, data_dir, flags):
     """SIGKILL before the first change to the disk, the second, ... and the last.

@@ -354,6 +354,24 @@ def test_float16(example):
         torch.testing.assert_close(rank["state"], right, atol=1e-4, rtol=0)
 
 
+def meet_another_gpu(main: ModuleType) -> str:
+    main.set_ranks()
+    main.setup_distributed()
+    main.find_dtype = lambda _: (torch.bfloat16, torch.float16)[dist.get_rank()]
+    with pytest.raises(SystemExit) as end:
+        main.check_gpus(torch.device("cpu"))
+    dist.barrier()
+    return str(end.value)
+
+
+@pytest.mark.parametrize("example", ["multi_node", "imagenet"])
+def test_gpus_of_two_kinds(example):
+    """Some would add gradients that a scaler has multiplied: no rank trains."""
+    lines = run_example(example, 2, meet_another_gpu)
+    for dtype, line in zip(("bfloat16", "float16"), lines, strict=True):
+        assert f" computes in torch.{dtype}, and other nodes do not: ask " in line
+
+
 def read_numbers(output: str) -> list[float]:
     """Return the losses and accuracies: four an epoch, and two of the test."""
     found = re.findall(r"(?<=loss )[\d.]+|[\d.]+(?=%)", output)

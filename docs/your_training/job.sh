@@ -118,6 +118,8 @@ list_checkpoints() {
 # not have at this start, or if Slurm preempted the job. Otherwise it fails.
 finish() {
     status=$?
+    # Even where the disk of the log is full, and echo fails.
+    set +e
     # How busy the GPUs were, if gpu_report stands in front of Python.
     [[ ${python[0]} != *gpu_report ]] || "${python[0]}" || true
     remove_data

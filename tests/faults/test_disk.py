@@ -116,6 +116,24 @@ def test_checkpoint_folder(user, tmp_path, what):
         assert error.endswith(": No such file or directory"), result
 
 
+def test_full_disk_of_the_log(user, undisturbed):
+    """The job is requeued, though nothing can be said there any more."""
+    disk = "/tmp/a disk of logs"
+    with disk_on(user, "node1", disk, "size=1m"):
+        flags = [*TWO, "--nodelist=node[1-2]", f"--output={disk}/log"]
+        job = user.train(*EPOCHS, "--save-steps=3", flags=flags)
+        user.until_file(job, "*-step-000003.pt")
+        user.on("node1", "dd", "if=/dev/zero", f"of={disk}/all the rest")
+        user.run(["scancel", "--signal=USR1", job])
+        user.until_found(
+            job, lambda: user.show(job)["Restarts"] == "1", "a requeue", 120
+        )
+        user.on("node1", "rm", f"{disk}/all the rest")
+        result = user.wait(job)
+        log = user.on("node1", "cat", f"{disk}/log").output
+    assert weights(replace(result, output=log)) == undisturbed
+
+
 def test_bad_picture(user, tmp_path):
     """It is named, and no reason to try again. test_prepare_data.py has more."""
     source = shutil.copytree(user.env["IMAGENET_DIR"], tmp_path / "archives")
