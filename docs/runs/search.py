@@ -151,7 +151,7 @@ for epoch in range(first, epochs):
             if due or stop:
                 momentum = optimizer.state_dict()["state"]  # the rate is the script's
                 state = {"model": model.module.state_dict(), "optimizer": momentum}
-                save("checkpoint.pt", state | {"epoch": epoch, "done": sums[:2]})
+                save("checkpoint.pt", state | {"epoch": epoch, "done": sums[:-3]})
                 saved_at = time.monotonic()
             if stop:
                 raise SystemExit(1)  # not finished: job.sh starts the job again

@@ -140,7 +140,8 @@ for step in range(first, total):
     if not norm.isfinite():
         raise SystemExit(f"main.py: error: NaN in the gradients of step {step}")
     factor = min((step + 1) / 10, 1 - step / total)  # warm-up, then down to 0
-    optimizer.param_groups[0]["lr"] = args.learning_rate * factor
+    for group in optimizer.param_groups:
+        group["lr"] = args.learning_rate * factor
     optimizer.step()
     optimizer.zero_grad()
     due = step + 1 == total or time.monotonic() - saved_at > 1800

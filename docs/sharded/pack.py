@@ -1,6 +1,7 @@
 """JSON lines, each {"text": …} or {"messages": […]}, to samples.npy for main.py."""
 
 import json
+import os
 import sys
 from array import array
 
@@ -29,5 +30,6 @@ for number, line in enumerate(open(sys.argv[2], encoding="utf-8"), 1):
     tokens.extend(ids)
 count = len(tokens) // length
 samples = np.stack([tokens, targets, positions])[:, : count * length]
-np.save("samples.npy", samples.reshape(3, count, length).transpose(1, 0, 2))
+np.save("partial.npy", samples.reshape(3, count, length).transpose(1, 0, 2))
+os.replace("partial.npy", "samples.npy")  # a job may be reading the old one
 print(f"{count} samples of {length} tokens in samples.npy")

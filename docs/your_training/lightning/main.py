@@ -27,7 +27,10 @@ class SaveAndStop(L.Callback):
             agree = trainer.strategy.reduce_boolean_decision
             stop = agree(bool(self.warned), all=False)  # if one rank was warned
             if stop or (step == 0 and trainer.global_step > self.first_step):
-                trainer.save_checkpoint(checkpoint)
+                trainer.save_checkpoint(f"{run_dir}/partial")
+                if rank == 0:  # the old one stays until the new one is whole
+                    os.replace(f"{run_dir}/partial", checkpoint)
+                trainer.strategy.barrier()
             if stop:
                 raise SystemExit(1)  # not finished: job.sh starts the job again
             torch.manual_seed(hash((trainer.global_step, rank)))  # as after a resume
@@ -61,7 +64,7 @@ class Module(L.LightningModule):
 
     def on_load_checkpoint(self, saved):
         progress = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
-        sampler.done = saved["epoch"], 64 * progress["processed"]
+        sampler.done = saved["epoch"], loader.batch_size * progress["processed"]
         sampler.set_epoch(saved["epoch"])
 
 
@@ -73,7 +76,7 @@ loader = DataLoader(dataset, 64, sampler=sampler, drop_last=True)
 trainer = L.Trainer(
     max_epochs=5,
     num_nodes=int(os.environ["SLURM_NNODES"]),
-    devices=int(os.environ["SLURM_NTASKS_PER_NODE"]),
+    devices=int(os.environ.get("SLURM_NTASKS_PER_NODE", "1")),
     plugins=[SLURMEnvironment(auto_requeue=False)],
     callbacks=[SaveAndStop()],
     default_root_dir=run_dir,

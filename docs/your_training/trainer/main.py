@@ -1,6 +1,7 @@
 """Trainer: saves when Slurm warns, and goes on in the middle of the epoch."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -64,5 +65,11 @@ trainer = Trainer(
 # A job that was killed while it saved leaves a folder without this file.
 whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
 last = max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
-trainer.train(resume_from_checkpoint=last and str(last))
+try:
+    trainer.train(resume_from_checkpoint=last and str(last))
+except Exception:  # on a full disk, job.sh would take such a folder for a checkpoint
+    for path in folder.glob("checkpoint-*"):
+        if not (path / "trainer_state.json").exists():
+            shutil.rmtree(path)
+    raise
 trainer.save_model(folder / "model")

@@ -115,9 +115,14 @@ dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu
 model = build_model().to(device)
 model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+rates = [group["lr"] for group in optimizer.param_groups]  # without the schedule
 half = torch.bfloat16
 if gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
     half = torch.float16  # V100, T4 and RTX 8000
+halves = [None] * world_size
+dist.all_gather_object(halves, half)
+if len(set(halves)) > 1:  # some would add gradients that the scaler has multiplied
+    raise SystemExit("main.py: error: GPUs of two kinds: ask for one, as a100:4")
 scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
 best = 0.0  # accuracy
 
@@ -177,8 +182,8 @@ for epoch in range(first, args.epochs):
         inputs, targets = inputs.to(device), targets.to(device)
         progress = (epoch + mine / len(sampler)) / args.epochs
         warm_up, cosine = 0.01 + 20 * progress, (1 + math.cos(math.pi * progress)) / 2
-        for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate * min(warm_up, cosine)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * min(warm_up, cosine)
         mine += len(targets)
         optimizer.zero_grad()
         parts = len(targets) // args.batch_size  # fewer in the epoch's last step
@@ -207,7 +212,7 @@ for epoch in range(first, args.epochs):
                 momentum = optimizer.state_dict()["state"]  # the rate is the script's
                 state = {"model": model.module.state_dict(), "optimizer": momentum}
                 state |= {"best": best, "scaler": scaler.state_dict()}
-                save("checkpoint.pt", state | {"epoch": epoch, "done": sums[:2]})
+                save("checkpoint.pt", state | {"epoch": epoch, "done": sums[:-3]})
                 saved_at = time.monotonic()
             if stop:
                 raise SystemExit(1)  # not finished: job.sh starts the job again
