@@ -209,37 +209,35 @@ def test_each_line_cannot_work(jobs: Jobs, project):
 
 
 FRAMEWORKS = """\
-import os, sys
-if sys.argv[1] == "lightning":
-    import lightning
-    from lightning.pytorch.demos.boring_classes import BoringModel
-    quiet = {"logger": False, "enable_checkpointing": False}
-    trainer = lightning.Trainer(accelerator="cpu", max_steps=1, **quiet)
-    trainer.fit(BoringModel())
-    print("World size", trainer.world_size)
-elif sys.argv[1] == "torchrun":
+import os, runpy, sys
+if sys.argv[1] == "torchrun":
     torchrun = [sys.executable, *"-m torch.distributed.run --standalone".split()]
     torchrun += ["--log-dir", os.environ["RUN_DIR"]]  # or it leaves a folder in /tmp
     os.execv(sys.executable, [*torchrun, sys.argv[0], "worker"])
-else:
+elif sys.argv[1] == "worker":
     import torch.distributed as dist
     dist.init_process_group("gloo")
     dist.barrier()
-    print("World size", dist.get_world_size())
+    print("Epoch 4: world size", dist.get_world_size())
+else:
+    runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_frameworks_are_alone(jobs: Jobs, project, frameworks):
-    """Two runs of Lightning and two of torchrun, at once, each of one process."""
+    """A run of each script of the page and one of torchrun, at once, each alone."""
     python = f"{frameworks}/bin/python"
     folder = project(*EACH_LINE, python=python, program=FRAMEWORKS)
-    (folder / "sweep.txt").write_text("lightning\nlightning\ntorchrun\ntorchrun\n")
+    names = ("lightning", "trainer", "accelerate")
+    lines = [f"'{REPOSITORY}/docs/your_training/{name}/main.py'" for name in names]
+    (folder / "sweep.txt").write_text("\n".join([*lines, "torchrun", ""]))
     flags = [*ONE, "--ntasks-per-node=4", "--mem=8G"]
-    result = jobs.sbatch(folder, *flags, "job.sh")
-    for number in range(1, 5):
+    result = jobs.sbatch(folder, *flags, "job.sh", OMP_NUM_THREADS="1")
+    ends = ["^Epoch 4: loss ", "'eval_loss': .*'epoch': '5'", "^Epoch 4: loss "]
+    for number, end in enumerate([*ends, "^Epoch 4: world size 1$"], 1):
         log = (folder / "runs" / result.job / str(number) / "log").read_text()
-        assert re.findall("^World size .*", log, re.M) == ["World size 1"], log
+        assert len(re.findall(end, log, re.M)) == 1, log
     assert (result.state, result.restarts) == ("COMPLETED", 0), result
 
 
