@@ -196,6 +196,9 @@ def root_of(slurm: str) -> Path:
                 "/usr/share/debootstrap/scripts/sid"
             )
             half_done.rename(root)
+        except OSError:
+            if not root.exists():  # or other tests have made it meanwhile
+                raise
         finally:
             shutil.rmtree(half_done, ignore_errors=True)
     return root
