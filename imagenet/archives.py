@@ -257,13 +257,21 @@ def find_images(
     """
     names = [member.name for member in members if not is_hidden(member.name)]
     new_names = {}
+    tops = set()
     for name in names:
         if place := re.search("(?:^|/)(train|val)/([^/]+)/(.*)", name):
             split, class_name, rest = place.groups()
             if split == "val":
                 class_name = class_of.get(os.path.basename(rest), class_name)
             new_names[name] = f"{split}/{class_name}/{rest}"
-    if not any(is_image(name) for name in new_names):
+            if is_image(name):
+                tops.add(name[: place.start()] or ".")
+    if len(tops) > 1:
+        # Such as masks beside the images, or several folds.
+        raise StagingError(
+            f"{where} has train/ or val/ in {' and in '.join(sorted(tops))}: keep one"
+        )
+    if not tops:
         new_names = hold_out(names, where)
     images = select(members, new_names, where)
     # Tiny ImageNet's val/images/ is no class.

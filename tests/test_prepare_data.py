@@ -612,8 +612,13 @@ def test_links_in_a_tree(tmp_path):
         ),
         (
             # In an extracted tree, the second would overwrite the first.
-            {f"{part}/train/cat/1.jpg": JPEG for part in "ab"},
+            {f"{dot}train/cat/1.jpg": JPEG for dot in ("", "./")},
             "there are two images train/cat/1.jpg: remove one",
+        ),
+        (
+            # Folds, or masks beside the images: some would be both trained on and not.
+            {f"{part}/train/{c}/{part}.jpg": JPEG for part in ("x", "y") for c in "ab"},
+            "has train/ or val/ in x and in y: keep one",
         ),
     ],
 )
