@@ -25,6 +25,12 @@ DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".webp")
 # Training, seg_test, validation: folders that are called so are splits, not classes.
 SPLIT = re.compile("(^|[^a-z])(train|val|test)", re.IGNORECASE)
+# Beside classes, a train or test_positive may be one, too, but none of these.
+NO_CLASS = re.compile(
+    r"(?!(train|val|test)$)(seg[ _-]?)?(train|test|training|testing|val|valid|"
+    r"validation)[ _-]?(set|split|data|images?|imgs?|photos?|pictures?|\d{4})?",
+    re.IGNORECASE,
+)
 # And what macOS and file servers add to folders.
 HIDDEN = re.compile(
     r"(^|/)(\.|__MACOSX/|@eaDir/|#recycle/|#snapshot/|\$RECYCLE\.BIN/|lost\+found/)"
@@ -309,6 +315,11 @@ def hold_out(names: list[str], where: str) -> dict[str, str]:
             raise StagingError(
                 f"{where} has no images in train/CLASS/ and val/CLASS/, and "
                 f"{'/'.join(image)} is not in a class folder beside the others"
+            )
+        if NO_CLASS.fullmatch(image[-2]):
+            raise StagingError(
+                f"{where}: {image[-2]}, beside the classes, is called like a split: "
+                "make train/CLASS/ and val/CLASS/, or take it out, or rename it"
             )
     logging.info(f"{where} has no train and val folders: one image in ten is held out")
     seen = collections.Counter()

@@ -4,12 +4,11 @@ If folders have the names of classes, it also says how many of their images are 
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 import torch
-from archives import is_image, walk
+from archives import is_hidden, is_image, walk
 from data import as_tensor, center_crop, decode
 from main import build_model, compute_logits
 
@@ -17,20 +16,23 @@ from main import build_model, compute_logits
 def main() -> None:
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    weights, place = sys.argv[1:]
+    sys.stdout.reconfigure(errors="backslashreplace")  # for names of any bytes
+    weights, place = sys.argv[1], Path(sys.argv[2]).absolute()
     try:
         saved = torch.load(weights, map_location="cpu", weights_only=True)
         recipe, classes = argparse.Namespace(**saved["recipe"]), saved["classes"]
         model = build_model(recipe, len(classes)).eval().requires_grad_(False)
         model.load_state_dict(saved["model"])
-        images = [place]
-        if os.path.isdir(place):
-            images = sorted(name for name in walk(place) if is_image(name))
+        files = images = [place]
+        if place.is_dir():
+            files = [Path(name) for name in walk(place) if not name.endswith("/")]
+            visible = [path for path in files if not is_hidden(path.name)]
+            images = sorted(path for path in visible if is_image(path.name))
     except Exception as error:  # of several kinds
         sys.exit(f"classify.py: error: cannot use {weights} and {place}: {error!r}")
     crop = center_crop(recipe.image_size)
     right, damaged = [], 0
-    for path in map(Path, images):
+    for path in images:
         try:
             image = crop(decode(as_tensor(path.read_bytes())))
         except Exception as error:  # of several libraries
@@ -40,11 +42,14 @@ def main() -> None:
         probabilities = compute_logits(model, image[None])[0].softmax(0)
         order = probabilities.argsort(descending=True).tolist()
         print(path, *[f"{probabilities[i]:.1%} {classes[i]}" for i in order[:5]])
-        named = [folder for folder in path.parts[:-1] if folder in classes]
+        folders = path.relative_to(place.parent).parts[:-1]  # none above place
+        named = [folder for folder in folders if folder in classes]
         if named:
             right.append(named[-1] == classes[order[0]])
-    print(f"{len(images)} images, {damaged} of them cannot be decoded")
+    others = len(files) - len(images)
+    print(f"{len(images)} images, {damaged} cannot be decoded; {others} other files")
     if right:
+        print(f"{len(images) - damaged - len(right)} are in folders of no class")
         print(f"{sum(right)} of {len(right)} are right: {sum(right) / len(right):.2%}")
 
 

@@ -131,10 +131,11 @@ def decode(data: Tensor) -> Tensor:
     start = data[:3].numpy().tobytes()
     if start not in (b"\xff\xd8\xff", b"\x89PN", b"RIF"):
         raise ValueError("it is no JPEG, PNG or WebP")
-    if start != b"\x89PN":
+    if start == b"\xff\xd8\xff":
         return decode_image(data, "RGB", apply_exif_orientation=True)
-    # A damaged PNG may crash torchvision, and with it this process. Pillow raises, and
-    # verify() looks at the checksums.
+    # torchvision does not turn a WebP, and a damaged PNG may crash it, and with it this
+    # process. Pillow raises, and verify() looks at the checksums of a PNG. Of an
+    # animation, this is the first image.
     file = io.BytesIO(data.numpy())
     Image.open(file).verify()
     image = Image.open(file)

@@ -238,7 +238,7 @@ def test_classify(tmp_path):
     One image in ten was held out. A damaged image does not end it.
     """
     rng = np.random.default_rng(0)
-    photos, held_out = tmp_path / "photos", tmp_path / "held out"
+    photos, held_out = tmp_path / "photos", tmp_path / "apple" / "held out"
     for label, name in enumerate(("a cat", "apple", "Bär")):
         for folder in (photos / name, held_out / name, photos / name / "@eaDir"):
             folder.mkdir(parents=True)
@@ -260,11 +260,16 @@ def test_classify(tmp_path):
     assert accuracy > 40, text
 
     (held_out / "apple" / "9.png").write_bytes(bad_png())
+    for name in ("apple/._1.jpg", "apple/1.gif", "1.jpg"):
+        shutil.copy(held_out / "apple" / "00.JPG", held_out / name)
+    shutil.copy(held_out / "1.jpg", os.fsencode(held_out) + b"/\xe9.jpg")
     (command,) = re.findall(r"^To use the best weights: \S+ (.*) IMAGE_", text, re.M)
     command = f"'{sys.executable}' {command} '{held_out}'"
     result = call(["bash", "-c", command], cwd=REPOSITORY / "imagenet")
     assert result.exit_code == 0, result
-    assert "10 images, 1 of them cannot be decoded\n" in result.output, result
+    assert "\n12 images, 1 cannot be decoded; 2 other files\n" in result.output, result
+    assert "\n2 are in folders of no class\n" in result.output, result
+    assert f"\n{held_out}/\\udce9.jpg " in result.output, result
     assert result.find(r"^\d of 9 are right: (.*)%$") == [f"{accuracy:.2f}"], result
     (broken,) = result.find("^cannot decode image (.*?): ")
     assert broken == f"{held_out}/apple/9.png"

@@ -594,6 +594,13 @@ def test_links_in_a_tree(tmp_path):
             {f"{part}ing/{c}/1.jpg": JPEG for part in ("Train", "Test") for c in "ab"},
             "ing/a/1.jpg is not in a class folder beside the others",
         ),
+        *[
+            (
+                {f"x/{c}/1.jpg": JPEG for c in ("a", "b", name)},
+                f"{name}, beside the classes, is called like a split: make train/",
+            )
+            for name in ("Testing", "Test Images", "seg_test", "valid", "validation")
+        ],
         (
             {"a/1.jpg": JPEG, "b/c/1.jpg": JPEG},
             "b/c/1.jpg is not in a class folder beside the others",
@@ -630,6 +637,14 @@ def test_wrong_folders(tmp_path, data_dir, files, message):
     with pytest.raises((StagingError, FileNotFoundError)) as error:
         Images(tmp_path / "tree", "train")
     assert f"{tmp_path}/tree" in str(error.value), "a tree is refused, too"
+
+
+def test_classes_that_are_called_like_splits(tmp_path, data_dir):
+    classes = ["Train", "invalid", "test tube", "test_pos"]
+    files = {f"x/{c}/{i}.jpg": JPEG for c in classes for i in range(2)}
+    (tmp_path / "mine.tar").write_bytes(tar_bytes(files))
+    run(tmp_path / "mine.tar", data_dir)
+    assert Images(data_dir, "train").classes == classes
 
 
 def test_tiny_imagenet_as_a_tree(tmp_path):
@@ -749,12 +764,22 @@ def test_photographs_of_a_turned_camera():
     """A camera writes how it was held, and the pixels as if it had been upright."""
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees
-    for kind in ("JPEG", "PNG"):
+    for kind in ("JPEG", "PNG", "WEBP"):
         file = io.BytesIO()
         Image.linear_gradient("L").resize((64, 32)).save(file, kind, exif=exif)
         pixels = decode(data.as_tensor(file.getvalue()))
         assert pixels.shape == (3, 64, 32)
         assert pixels[0, 32, 0] > 200 > 50 > pixels[0, 32, -1]  # its top is right
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_animations(kind):
+    """Their first image is read."""
+    file = io.BytesIO()
+    first, second = (Image.new("RGB", (40, 30), (0, green, 0)) for green in (200, 0))
+    first.save(file, kind, save_all=True, append_images=[second])
+    pixels = decode(data.as_tensor(file.getvalue()))
+    assert pixels.shape == (3, 30, 40) and pixels[1].float().mean() > 190
 
 
 def test_kinds_of_png():

@@ -1,16 +1,18 @@
 """What a model takes of an image that Pillow has opened."""
 
 import torch
-from PIL import ImageOps
+from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
 SIZE = 224
+WHITE = 65535  # of 16 bits; 4095 for a camera of 12
+Image.MAX_IMAGE_PIXELS = None  # slides, scans and satellites have more
 
 
 def to_rgb(image):
     image = ImageOps.exif_transpose(image)  # as the camera was held
-    if image.mode.startswith("I"):  # of 16 bits, the upper 8
-        image = image.point(lambda value: value / 256)
+    if image.mode.startswith("I"):  # 16 bits, in either order of bytes
+        image = image.convert("I").point(lambda value: value * 255 / WHITE)
     if image.mode == "F":
         raise ValueError("its pixels are floats: scale them to 0 to 255 first")
     return v2.functional.pil_to_tensor(image.convert("RGB"))

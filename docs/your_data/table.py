@@ -1,3 +1,4 @@
+import contextlib
 import csv
 import os
 
@@ -11,13 +12,21 @@ class Table(Dataset):
     """The images of a CSV file with the columns path and label."""
 
     def __init__(self, table, crop, classes=()):
-        with open(table, newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file, restval="", skipinitialspace=True))
-        if not {"path", "label"} <= set(rows[0] if rows else ()):
+        try:
+            with open(table, newline="", encoding="utf-8-sig") as file:
+                reader = csv.DictReader(file, restval="", skipinitialspace=True)
+                rows = list(reader)
+        except UnicodeError:
+            raise SystemExit(f"main.py: error: {table}: save it as CSV UTF-8") from None
+        if not {"path", "label"} <= set(reader.fieldnames or ()):
             raise SystemExit(f"main.py: error: {table} has no path,label")
         pairs = [(row["path"].strip(), row["label"].strip()) for row in rows]
         self.rows, self.crop = [pair for pair in pairs if any(pair)], crop
         self.classes = classes or sorted({label for _, label in self.rows} - {""})
+        with contextlib.suppress(ValueError):  # words
+            self.classes.sort(key=float)  # 2 before 10
+        if not self.rows or len(self.classes) < 2:
+            raise SystemExit(f"main.py: error: {table} has no rows, or one class only")
         for path, label in self.rows:
             if label not in self.classes:
                 raise SystemExit(f"main.py: error: {table}: {path}: no class {label!r}")
@@ -41,3 +50,5 @@ def build_model():
 
 train_set = Table("train.csv", random_crop)
 valid_set = Table("validation.csv", center_crop, train_set.classes)
+if os.environ.get("SLURM_PROCID", "0") == "0":
+    print(f"{len(train_set.classes)} classes, as the outputs: {train_set.classes}")

@@ -44,6 +44,43 @@ config = BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers
 BertForSequenceClassification(config).save_pretrained(folder)
 """
 
+NUMBERS = """
+train_set = [(x, float(x.sum())) for x in torch.rand(64, 8)]
+valid_set = train_set[:20]
+build_model = lambda: nn.Linear(8, 1)
+
+
+"""
+# Images that Pillow has opened, and the masks of their reddish squares.
+MASKS = """
+import numpy as np
+from crops import crop_and_flip, normalize, to_float, to_rgb
+from PIL import Image
+from torchvision.transforms import v2
+{names}
+{crop}
+
+
+class Masks:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        colors = np.random.default_rng(index).integers(256, size=(4, 4, 3))
+        mask = Image.fromarray((colors[..., 0] > colors[..., 1]).astype(np.uint8))
+        image = Image.fromarray(colors.astype(np.uint8)).resize((40, 40), 0)
+        mask = mask.resize((40, 40), 0)
+        {both}
+        {give}
+
+
+train_set = Masks()
+valid_set = torch.utils.data.Subset(train_set, range(20))
+build_model = lambda: nn.Conv2d(3, 2, 1)
+
+
+"""
+
 
 def draw(suffix="jpg", mode="RGB", **options) -> bytes:
     file = io.BytesIO()
@@ -65,12 +102,15 @@ def draw_folders(folder: Path) -> list[str]:
     return rows
 
 
-def write_tables(folder: Path, head: str, train: list, validation=()) -> None:
+def write_tables(
+    folder: Path, head: str, train: list, validation=(), encoding="utf-8"
+) -> None:
     """Write train.csv and validation.csv as Excel does."""
     folder.mkdir(exist_ok=True)
     for name, rows in (("train", train), ("validation", validation or train[:6])):
-        text = "\r\n".join([f"\ufeff{head}", *rows, ""])
-        (folder / f"{name}.csv").write_text(text, encoding="utf-8")
+        mark = "\ufeff" if encoding == "utf-8" else ""
+        text = "\r\n".join([f"{mark}{head}", *rows, ""])
+        (folder / f"{name}.csv").write_text(text, encoding=encoding)
 
 
 def to_arrow(frameworks: Path, folder: Path, *lists: list) -> str:
@@ -144,28 +184,42 @@ def test_recipe(recipe, jobs, frameworks, tmp_path):
     assert " over 48 samples, 2 x cpu, valid accuracy " in min(lines[0])
 
 
-def test_tables(tmp_path, monkeypatch):
+def test_tables(tmp_path, monkeypatch, capsys):
     """What a table cannot have ends in a line that names it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(FOLDER)
     (tmp_path / "é 1.JPG").write_bytes(draw())
     (tmp_path / "bad.jpg").write_bytes(b"")
 
-    def read(*rows: str, head="path, label", valid=("é 1.JPG,cat",)):
-        write_tables(tmp_path, head, ["é 1.JPG,cat", *rows, "", " , "], valid)
+    def read(*rows: str, head="path, label", valid=("é 1.JPG,cat",), encoding="utf-8"):
+        rows = ["é 1.JPG,cat", *rows, "", " , "]
+        write_tables(tmp_path, head, rows, valid, encoding)
         return runpy.run_path(str(FOLDER / "table.py"))
 
     found = read("é 1.JPG , dog ", "bad.jpg,cat")["train_set"]
+    assert capsys.readouterr().out == "2 classes, as the outputs: ['cat', 'dog']\n"
     assert found.classes == ["cat", "dog"] and len(found) == 3
     image, label = found[1]
     assert image.shape == (3, 224, 224) and label == 1
     with pytest.raises(RuntimeError, match=r"^cannot read bad.jpg: "):
         found[2]
+    numbers = [f"é 1.JPG,{label}" for label in (10, 9, -1, 0)]
+    write_tables(tmp_path, "path,label", numbers)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    found = runpy.run_path(str(FOLDER / "table.py"))["train_set"]
+    assert found.classes == ["-1", "0", "9", "10"] and not capsys.readouterr().out
+    few = "has no rows, or one class only"
     refused = {
+        f"train.csv {few}": ((), {}),
+        f"validation.csv {few}": (["é 1.JPG,dog"], {"valid": [""]}),
+        "train.csv: save it as CSV UTF-8": (["é 1.JPG,dog"], {"encoding": "cp1252"}),
         "train.csv has no path,label": ((), {"head": "file,label"}),
-        "train.csv: no file none.jpg": (["none.jpg,cat"], {}),
-        "train.csv: é 1.JPG: no class ''": (["é 1.JPG"], {}),
-        "validation.csv: é 1.JPG: no class 'fox'": ((), {"valid": ["é 1.JPG,fox"]}),
+        "train.csv: no file none.jpg": (["none.jpg,dog"], {}),
+        "train.csv: é 1.JPG: no class ''": (["é 1.JPG", "é 1.JPG,dog"], {}),
+        "validation.csv: é 1.JPG: no class 'fox'": (
+            ["é 1.JPG,dog"],
+            {"valid": ["é 1.JPG,fox"]},
+        ),
     }
     for message, (rows, options) in refused.items():
         with pytest.raises(SystemExit, match=f"^main.py: error: {message}$"):
@@ -175,9 +229,15 @@ def test_tables(tmp_path, monkeypatch):
 def test_kinds_of_images(monkeypatch):
     """Their pixels are right, of 16 bits and of a turned camera, too; or it raises."""
     monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10**8)
     to_rgb = runpy.run_path(str(FOLDER / "crops.py"))["to_rgb"]
     grey = np.linspace(0, 65535, 48 * 40).reshape(40, 48).astype(np.uint16)
-    assert to_rgb(Image.fromarray(grey)).float().mean() == pytest.approx(127.5, abs=1)
+    for order in "<>":  # ImageJ writes the upper byte first
+        image = to_rgb(Image.fromarray(grey.astype(f"{order}u2")))
+        assert image.float().mean() == pytest.approx(127.5, abs=1)
+    to_rgb.__globals__["WHITE"] = 4095
+    assert to_rgb(Image.fromarray(grey // 16)).unique().tolist() == [*range(256)]
+    assert Image.MAX_IMAGE_PIXELS is None
     exif = Image.Exif()
     exif[0x0112] = 6
     kinds = [("jpg", "CMYK"), ("jpg", "L"), ("png", "P"), ("png", "LA"), ("tif", "1")]
@@ -191,32 +251,104 @@ def test_kinds_of_images(monkeypatch):
 
 
 def test_what_to_arrow_refuses(frameworks, tmp_path):
-    """Labels that are no classes, and a shard that Datasets would read in part."""
-    pos = ["word,pos"] * 9
-    write_tables(tmp_path / "floats", "text,label", ["word,0.5", "word,1.5"] * 9)
-    write_tables(tmp_path / "none", "text,label", [*pos, "word,"])
-    write_tables(tmp_path / "unknown", "text,label", pos, ["word,neg"])
+    """Labels that are no classes, rows without an input, images that are in no row."""
+    two = ["word, pos", "word,neg "] * 9
+    tables = {
+        "floats": (["word,0.5", "word,1.5"] * 9, ()),
+        "none": ([*two, "word,"], ()),
+        "no_word": ([*two, "NA,pos"], ()),
+        "unknown": (two, ["word,fox"]),
+        "one": (["word,pos"] * 9, ()),
+        "empty": (two, [""]),
+        "known": (["b,1"] * 9, ["b,"]),
+    }
+    for name, (train, validation) in tables.items():
+        write_tables(tmp_path / name, "text,label", train, validation)
+    write_tables(tmp_path / "cp1252", "text,label", [*two, "é,pos"], (), "cp1252")
+    head = "dataset_info: {features: [{name: text, dtype: string}, {name: label, "
+    head += "dtype: {class_label: {names: {'0': neg, '1': pos}}}}]}"
+    (tmp_path / "known" / "README.md").write_text(f"---\n{head}\n---\n")
     shard = {}
     for i in range(9):
         shard |= {f"{i}.jpg": draw(), f"{i}.cls": b"%d" % (i % 2 + 1)}
-    for name in ("shards", "damaged"):
+    other = shard | {"9.jpeg": draw(), "9.cls": b"1"}
+    for name in ("shards", "damaged", "mixed"):
         for split in ("train", "val"):
             (tmp_path / name / split).mkdir(parents=True)
-            (tmp_path / name / split / "0.tar").write_bytes(tar_bytes(shard))
+            content = tar_bytes(other if name == "mixed" else shard)
+            (tmp_path / name / split / "0.tar").write_bytes(content)
     path = tmp_path / "damaged" / "train" / "0.tar"
     data = bytearray(path.read_bytes())
     data[data.index(b"5.jpg") + 148] ^= 1  # a digit of its header's checksum
     path.write_bytes(data)
-    tables = ("floats", "none", "unknown")
-    lists = [[name, f"out/{name}", "text", "label"] for name in tables]
-    lists += [[name, f"out/{name}", "jpg", "cls"] for name in ("damaged", "shards")]
+    photos = [f"{name}/{number}.jpg" for name in "ab" for number in range(3)]
+    folders = {
+        "called": [*photos, "a/train_1.jpg", "b/train_1.jpg"],
+        "heic": [*photos, "a/4.HEIC"],
+        "stray": [*photos, "cover.jpg"],
+        "turned": [*photos, "a/notes.txt", "a/._4.jpg"],
+    }
+    for folder, names in folders.items():
+        for name in names:
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / name).write_bytes(draw())
+    names = (*tables, "cp1252", "one/train.csv")
+    lists = [[name, f"out/{name}", "text", "label"] for name in names]
+    names = ("damaged", "shards", "mixed")
+    lists += [[name, f"out/{name}", "jpg", "cls"] for name in names]
+    lists += [[name, f"out/{name}", "image", "label"] for name in folders]
     said = to_arrow(frameworks, tmp_path, *lists)
     wrong = "label must be whole numbers or words, and none may be missing"
-    assert f"floats: {wrong}\n" in said and f"none: {wrong}\n" in said, said
-    assert "unknown: validation: label has what train does not have: {'neg'}\n" in said
-    assert "damaged: damaged/train/0.tar is cut or damaged" in said, said
-    assert "train: 9 rows, 2 classes\n    5 of 0, 1\n" in said, said
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["shards"]
+    utf8 = "name a folder, or a data set of the hub; save tables as CSV UTF-8\n"
+    for line in (
+        f"floats: {wrong}\n",
+        f"none: {wrong}\n",
+        "no_word: train: 1 rows have no text\n",
+        "unknown: validation: label has {'fox'}, which is no class of train\n",
+        "one: label has one class only, ['pos']\n",
+        "empty: ValueError('Instruction \"validation\" corresponds to no data!'): ",
+        "known: validation: label has {None}, which is no class of train\n",
+        "damaged: damaged/train/0.tar is cut or damaged",
+        "mixed: train: 1 rows have no jpg\n",
+        "called: it has 8 images, and {'train': 2} become rows: others are HEIC or so",
+        "heic: it has 7 images, and {'train': 6} become rows: others are HEIC or so",
+        "stray: no train with columns image and label, but {'train': ['image']}: is a ",
+        "train: 9 rows, 2 classes\n    5 of 0, 1\n",
+    ):
+        assert line in said, f"{line}\n{said}"
+    assert re.search(f"cp1252: UnicodeDecodeError.*: {utf8}", said), said
+    assert re.search(f"one/train.csv: .*one/train.csv.*: {utf8}", said), said
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"shards", "turned"}
+
+
+def test_labels(frameworks, tmp_path):
+    """Classes are in order, of any kind. A split without labels is left out."""
+    kinds = {
+        "words": ["a, pos", "b,neg "] * 9,
+        "bools": ["a,TRUE", "b,FALSE"] * 9,
+        "numbers": ["a,10", "b,9", "c,2"] * 9,
+    }
+    for name, rows in kinds.items():
+        write_tables(tmp_path / name, "text,label", rows)
+    (tmp_path / "words" / "test.csv").write_text("text\nword\n")
+    (tmp_path / "numbers" / "test.csv").write_text("text,label\nword,-1\n")
+    (tmp_path / "digits").mkdir()
+    rows = [{"text": "a", "label": str(label)} for label in [10, 9, -1] * 9]
+    content = "\n".join(map(json.dumps, rows))
+    for split in ("train", "validation"):
+        (tmp_path / "digits" / f"{split}.jsonl").write_text(content)
+    lists = [[name, f"out/{name}", "text", "label"] for name in (*kinds, "digits")]
+    said = to_arrow(frameworks, tmp_path, *lists)
+    assert said.count("test is left out: it has no labels\n") == 2, said
+    classes = re.findall(r"^train: .*((?:\n    .*)+)", said, re.MULTILINE)
+    found = [re.findall(" of (.*)", of_split) for of_split in classes]
+    assert found == [
+        ["0, neg", "1, pos"],
+        ["0, False", "1, True"],
+        ["0, 2", "1, 9", "2, 10"],
+        ["0, -1", "1, 9", "2, 10"],
+    ], said
+    assert not (tmp_path / "out" / "words" / "test").exists()
 
 
 @pytest.mark.parametrize("kind", ["numbers", "masks"])
@@ -224,18 +356,18 @@ def test_numbers_and_masks(kind, tmp_path):
     """The lines of the page, in main.py, train and validate."""
     splice(tmp_path, "table.py")
     lines = [line.strip() for line in re.findall("^    .*", PAGE, re.MULTILINE)]
-    loss, answers, numbers, pixels = (
+    loss, answers, numbers, pixels, names, crop, both, give = (
         next(line for line in lines if line.startswith(words))
-        for words in ("loss = F.mse", "answers =", "correct[0]", "correct[1]")
+        for words in (
+            *("loss = F.mse", "answers =", "correct[0]", "correct[1]"),
+            *("from torchvision", "crop = v2", "image, mask =", "return image, mask"),
+        )
     )
     main = (tmp_path / "main.py").read_text()
     start, end = main.index("import csv"), main.index("class Seeded")
-    shape, label, model = {
-        "numbers": ("64, 8", "float(x.sum())", "nn.Linear(8, 1)"),
-        "masks": ("64, 3, 8, 8", "(x[0] > x[1]).long()", "nn.Conv2d(3, 2, 1)"),
-    }[kind]
-    block = f"train_set = [(x, {label}) for x in torch.rand({shape})]\n"
-    block += f"valid_set = train_set[:20]\nbuild_model = lambda: {model}\n\n\n"
+    block = NUMBERS
+    if kind == "masks":
+        block = MASKS.format(names=names, crop=crop, both=both, give=give)
     main = main[:start] + block + main[end:]
     changes = {"loss = F.cross": loss, "answers =": answers, "correct[0] +=": numbers}
     if kind == "masks":
@@ -249,4 +381,4 @@ def test_numbers_and_masks(kind, tmp_path):
     found = result.find(r"loss (\S+) over 64 .* valid accuracy (\S+)% of (\d+)$")
     assert len(found) == 9 and float(found[-1][0]) < float(found[0][0]), result
     assert 0 < float(found[-1][1]) <= 100, result
-    assert found[-1][2] == ("20" if kind == "numbers" else str(20 * 64))
+    assert found[-1][2] == ("20" if kind == "numbers" else str(20 * 32**2))
