@@ -389,6 +389,15 @@ def test_too_few_samples(tmp_path, script):
     assert not list(tmp_path.glob("*.pt"))
 
 
+def test_ranks_that_differ(tmp_path):
+    """A node's own copy of the data is older: no rank waits for the others."""
+    data = "Images(images[:4096], classes[:4096])"
+    less = "Images(images[rank:4096], classes[rank:4096])"
+    for rank in start(changed(tmp_path, data, less, WHOLE), tmp_path, tmp_path):
+        assert rank.exit_code == 1, rank
+        assert re.search("^main.py: error: ranks differ in .*4095", rank.output, re.M)
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_whole(jobs, several, tmp_path):
     """With all that a real script has, it is warned by TERM, and goes on as if not.

@@ -119,10 +119,10 @@ rates = [group["lr"] for group in optimizer.param_groups]  # without the schedul
 half = torch.bfloat16
 if gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
     half = torch.float16  # V100, T4 and RTX 8000
-halves = [None] * world_size
-dist.all_gather_object(halves, half)
-if len(set(halves)) > 1:  # some would add gradients that the scaler has multiplied
-    raise SystemExit("main.py: error: GPUs of two kinds: ask for one, as a100:4")
+ranks = [None] * world_size  # what must be the same on all of them
+dist.all_gather_object(ranks, (half, len(train_set), len(valid_set)))
+if len(set(ranks)) > 1:
+    raise SystemExit(f"main.py: error: ranks differ in precision or data: {set(ranks)}")
 scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
 best = 0.0  # accuracy
 
