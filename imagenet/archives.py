@@ -25,7 +25,7 @@ DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".webp")
 # Training, seg_test, validation: folders that are called so are splits, not classes.
 SPLIT = re.compile("(^|[^a-z])(train|val|test)", re.IGNORECASE)
-# Beside classes, a train or test_positive may be one, too, but none of these.
+# Beside classes, train (of a railway) or test_positive is a class. These are splits.
 NO_CLASS = re.compile(
     r"(?!(train|val|test)$)(seg[ _-]?)?(train|test|training|testing|val|valid|"
     r"validation)[ _-]?(set|split|data|images?|imgs?|photos?|pictures?|\d{4})?",
@@ -259,7 +259,7 @@ def find_images(
     """Return the images in [any/folder/]train/CLASS/[any/folder/], and in val.
 
     If there are none, those in [any/folder/]CLASS/, with every tenth one in val.
-    `class_of` has the classes of what lies in val/ itself.
+    `class_of` has the classes of Tiny ImageNet's val images, which share a folder.
     """
     names = [member.name for member in members if not is_hidden(member.name)]
     new_names = {}

@@ -157,7 +157,7 @@ class Checkpoints:
                 return
         raise RunError(
             f"another run writes to {self.folder}: choose another --checkpoint-dir; "
-            "where its node is gone, and there is no such run, remove the file lock"
+            "if its node is gone, and there is no such run, remove its file named lock"
         )
 
 
@@ -182,14 +182,14 @@ def write(state: dict, path: Path) -> None:
 def check(path: Path) -> None:
     """Raise ValueError if a checkpoint is damaged."""
     with open(path, "rb") as file:
-        # A disk that does not read, and too little memory, are no damage of the file.
-        # Here, both are an OSError. zipfile and PyTorch would raise others.
+        # A disk that does not read, or too little memory, is no damage of the file. It
+        # raises an OSError here. zipfile and PyTorch would raise other errors.
         while file.read(2**24):
             pass
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ).close()
     try:
-        # torch.save writes a CRC of each tensor, and torch.load does not look at it. A
-        # flipped bit may also make a folder of a tensor, which then is not read at all.
+        # torch.save writes a CRC of each tensor, and torch.load does not look at it.
+        # Neither does testzip, if a flipped bit marks a tensor as a folder.
         with zipfile.ZipFile(path) as file:
             if file.testzip() or any(part.external_attr for part in file.infolist()):
                 raise ValueError("its content does not match its CRC")

@@ -202,12 +202,13 @@ def evaluate(model, batches) -> Tensor:
 
 def setup_distributed() -> torch.device:
     """Join the process group, one process a GPU, and return this process's device."""
-    # Where rank 0 listens. job.sh sets both, salloc neither.
+    # Where rank 0 listens. job.sh sets MASTER_ADDR and MASTER_PORT, salloc neither.
     if "MASTER_ADDR" not in environ:
         environ["MASTER_ADDR"] = find_first_node()
     job = int(environ.get("SLURM_JOB_ID", "0"))  # port 0 is any free one
     environ.setdefault("MASTER_PORT", str(10000 + job % 20000 if job else 0))
-    # 0: not PyTorch 2.15's new NCCL backend. By its source, backward() waits in it.
+    # 0: the old NCCL backend. By the source of PyTorch 2.15's new one, backward() waits
+    # in it for each all-reduce.
     environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     device = find_device()
     on_gpu = device.type == "cuda"
@@ -507,13 +508,13 @@ def check_master_addr() -> None:
 
 
 def check_gpus(device: torch.device) -> None:
-    """Refuse GPUs of two kinds: some would add scaled gradients, others not."""
+    """Refuse GPUs of two precisions: only float16 scales its gradients."""
     dtypes = [None] * dist.get_world_size()
     dist.all_gather_object(dtypes, find_dtype(device))
     if len(set(dtypes)) > 1:
         fail(
-            f"{socket.gethostname()} computes in {find_dtype(device)}, and other nodes "
-            "do not: ask for GPUs of one kind, as in --gpus-per-node=a100:4"
+            f"{socket.gethostname()} computes in {find_dtype(device)}, other ranks in "
+            "another type: ask for GPUs of one kind, as in --gpus-per-node=a100:4"
         )
 
 

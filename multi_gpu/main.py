@@ -137,11 +137,12 @@ def evaluate(model, batches) -> Tensor:
 
 def setup_distributed() -> torch.device:
     """Join the process group, one process a GPU, and return this process's device."""
-    # Where rank 0 listens. job.sh sets both, salloc neither.
+    # Where rank 0 listens. job.sh sets MASTER_ADDR and MASTER_PORT, salloc neither.
     environ.setdefault("MASTER_ADDR", "127.0.0.1")
     job = int(environ.get("SLURM_JOB_ID", "0"))  # port 0 is any free one
     environ.setdefault("MASTER_PORT", str(10000 + job % 20000 if job else 0))
-    # 0: not PyTorch 2.15's new NCCL backend. By its source, backward() waits in it.
+    # 0: the old NCCL backend. By the source of PyTorch 2.15's new one, backward() waits
+    # in it for each all-reduce.
     environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     device = find_device()
     on_gpu = device.type == "cuda"

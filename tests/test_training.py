@@ -369,7 +369,7 @@ def test_gpus_of_two_kinds(example):
     """Some would add gradients that a scaler has multiplied: no rank trains."""
     lines = run_example(example, 2, meet_another_gpu)
     for dtype, line in zip(("bfloat16", "float16"), lines, strict=True):
-        assert f" computes in torch.{dtype}, and other nodes do not: ask " in line
+        assert f" computes in torch.{dtype}, other ranks in another type: " in line
 
 
 def read_numbers(output: str) -> list[float]:

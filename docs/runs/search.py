@@ -63,7 +63,7 @@ sampler = DistributedSampler(dataset, world_size, rank, drop_last=True)
 batches = []  # what is left of the epoch
 loader = DataLoader(dataset, batch_sampler=batches, generator=torch.Generator())
 if len(sampler) < 64:
-    raise SystemExit(f"main.py: error: {len(dataset)} samples make no step")
+    raise SystemExit(f"main.py: error: {len(dataset)} samples are too few")
 
 gpu = None
 if device.type == "cuda":

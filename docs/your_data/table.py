@@ -19,11 +19,11 @@ class Table(Dataset):
         except UnicodeError:
             raise SystemExit(f"main.py: error: {table}: save it as CSV UTF-8") from None
         if not {"path", "label"} <= set(reader.fieldnames or ()):
-            raise SystemExit(f"main.py: error: {table} has no path,label")
+            raise SystemExit(f"main.py: error: {table} has no columns path and label")
         pairs = [(row["path"].strip(), row["label"].strip()) for row in rows]
         self.rows, self.crop = [pair for pair in pairs if any(pair)], crop
         self.classes = classes or sorted({label for _, label in self.rows} - {""})
-        with contextlib.suppress(ValueError):  # words
+        with contextlib.suppress(ValueError):  # words stay in the order of the alphabet
             self.classes.sort(key=float)  # 2 before 10
         if not self.rows or len(self.classes) < 2:
             raise SystemExit(f"main.py: error: {table} has no rows, or one class only")
@@ -51,4 +51,4 @@ def build_model():
 train_set = Table("train.csv", random_crop)
 valid_set = Table("validation.csv", center_crop, train_set.classes)
 if os.environ.get("SLURM_PROCID", "0") == "0":
-    print(f"{len(train_set.classes)} classes, as the outputs: {train_set.classes}")
+    print(f"{len(train_set.classes)} classes, in this order: {train_set.classes}")

@@ -40,16 +40,16 @@ except Exception as error:  # of several libraries
 features = data["train"].features if "train" in data else {}
 if not {inputs, label} <= set(features):
     fail(
-        f"no train with columns {inputs} and {label}, but {data.column_names}: is a "
-        "file or folder called like train, test or val, is an image not in CLASS/ "
-        "itself, or is there one class only?"
+        f"no split train has the columns {inputs} and {label}; found "
+        f"{data.column_names}. Most often, a file or folder is called like train, test "
+        "or val, an image is not in CLASS/ itself, or there is only one class"
     )
 found = glob.glob("**", root_dir=source, recursive=True)  # none that is hidden
 kinds = [mimetypes.guess_type(name, strict=False)[0] or "" for name in found]
 images = sum(kind.startswith("image/") for kind in kinds)
 if isinstance(features[inputs], Image) and images > sum(data.num_rows.values()):
-    why = "others are HEIC or so, behind links, or called like train, test or val"
-    fail(f"it has {images} images, and {data.num_rows} become rows: {why}")
+    why = "the others are HEIC, behind links, or called like train, test or val"
+    fail(f"it has {images} images, and only {data.num_rows} become rows: {why}")
 if "validation" not in data:
     print("There is no validation: a tenth of train is held out")
     parts = data["train"].train_test_split(0.1, seed=0)
@@ -81,7 +81,7 @@ for split, rows in list(data.items()):
         fail(f"{split}: {label} has {other}, which is no class of train")
     print(f"{split}: {len(rows)} rows, {len(counts)} classes")
     for number, count in sorted(counts.items()):
-        print(f"    {count} of {number}, {names[number]}")
+        print(f"    class {number}, {names[number]}: {count} rows")
     rows = rows.select_columns([inputs]).rename_column(inputs, "input")
     data[split] = rows.add_column("label", labels, feature=ClassLabel(names=names))
 data.save_to_disk(target)

@@ -29,7 +29,7 @@ dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
 sampler = DistributedSampler(dataset, world_size, rank, drop_last=True)
 loader = DataLoader(dataset, 64, sampler=sampler, drop_last=True)
 if len(sampler) < 64:
-    raise SystemExit(f"main.py: error: {len(dataset)} samples make no step")
+    raise SystemExit(f"main.py: error: {len(dataset)} samples are too few")
 
 gpu = None
 if device.type == "cuda":

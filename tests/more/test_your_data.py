@@ -161,7 +161,7 @@ def test_recipe(recipe, jobs, frameworks, tmp_path):
         write_tables(project, "path,label", draw_folders(project / "photos"))
     if recipe == "hugging_face.py":
         said = to_arrow(frameworks, project, ["photos", "images", "image", "label"])
-        assert "train: 48 rows, 2 classes\n    24 of 0, a cat\n" in said, said
+        assert "train: 48 rows, 2 classes\n    class 0, a cat: 24 rows\n" in said, said
         shutil.rmtree(project / "photos")  # all is in the copy
     (project / ".venv").symlink_to(frameworks)
     shutil.copy(REPOSITORY / "docs/your_training/job.sh", project)
@@ -197,7 +197,7 @@ def test_tables(tmp_path, monkeypatch, capsys):
         return runpy.run_path(str(FOLDER / "table.py"))
 
     found = read("é 1.JPG , dog ", "bad.jpg,cat")["train_set"]
-    assert capsys.readouterr().out == "2 classes, as the outputs: ['cat', 'dog']\n"
+    assert capsys.readouterr().out == "2 classes, in this order: ['cat', 'dog']\n"
     assert found.classes == ["cat", "dog"] and len(found) == 3
     image, label = found[1]
     assert image.shape == (3, 224, 224) and label == 1
@@ -213,7 +213,7 @@ def test_tables(tmp_path, monkeypatch, capsys):
         f"train.csv {few}": ((), {}),
         f"validation.csv {few}": (["é 1.JPG,dog"], {"valid": [""]}),
         "train.csv: save it as CSV UTF-8": (["é 1.JPG,dog"], {"encoding": "cp1252"}),
-        "train.csv has no path,label": ((), {"head": "file,label"}),
+        "train.csv has no columns path and label": ((), {"head": "file,label"}),
         "train.csv: no file none.jpg": (["none.jpg,dog"], {}),
         "train.csv: é 1.JPG: no class ''": (["é 1.JPG", "é 1.JPG,dog"], {}),
         "validation.csv: é 1.JPG: no class 'fox'": (
@@ -312,8 +312,8 @@ def test_what_to_arrow_refuses(frameworks, tmp_path):
         "mixed: train: 1 rows have no jpg\n",
         "called: it has 8 images, and {'train': 2} become rows: others are HEIC or so",
         "heic: it has 7 images, and {'train': 6} become rows: others are HEIC or so",
-        "stray: no train with columns image and label, but {'train': ['image']}: is a ",
-        "train: 9 rows, 2 classes\n    5 of 0, 1\n",
+        "stray: no split train has the columns image and label; found {'train': ",
+        "train: 9 rows, 2 classes\n    class 0, 1: 5 rows\n",
     ):
         assert line in said, f"{line}\n{said}"
     assert re.search(f"cp1252: UnicodeDecodeError.*: {utf8}", said), said

@@ -26,6 +26,7 @@ class SaveAndStop(L.Callback):
         if step % 10 == 0:  # ten steps must take less time than Slurm's warning
             agree = trainer.strategy.reduce_boolean_decision
             stop = agree(bool(self.warned), all=False)  # if one rank was warned
+            # Also at the start of each later epoch.
             if stop or (step == 0 and trainer.global_step > self.first_step):
                 trainer.save_checkpoint(f"{run_dir}/partial")
                 if rank == 0:  # the old one stays until the new one is whole

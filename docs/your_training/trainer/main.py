@@ -62,12 +62,12 @@ model = Model(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
 trainer = Trainer(
     model, args, train_dataset=dataset, eval_dataset=dataset, callbacks=[SaveAndStop()]
 )
-# A job that was killed while it saved leaves a folder without this file.
+# A job that was killed while it saved leaves a checkpoint without this file.
 whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
 last = max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
 try:
     trainer.train(resume_from_checkpoint=last and str(last))
-except Exception:  # on a full disk, job.sh would take such a folder for a checkpoint
+except Exception:  # such as a full disk: job.sh would take what is not whole for new
     for path in folder.glob("checkpoint-*"):
         if not (path / "trainer_state.json").exists():
             shutil.rmtree(path)

@@ -88,7 +88,7 @@ def end_workers():
 
 sampler = DistributedSampler(train_set, world_size, rank, drop_last=True)
 if len(sampler) < args.batch_size:
-    raise SystemExit(f"main.py: error: {len(train_set)} samples make no step")
+    raise SystemExit(f"main.py: error: {len(train_set)} samples are too few")
 batches = []  # what is left of the epoch
 workers = {
     "num_workers": int(os.environ.get("SLURM_CPUS_PER_TASK", 1)),
