@@ -238,6 +238,14 @@ class Jobs:
         year, month = self.run(["sbatch", "--version"]).output.split()[1].split(".")[:2]
         return int(year), int(month)
 
+    def state_after_preemption(self) -> str:
+        """Return how Slurm calls a job that was preempted once, and is done.
+
+        Slurm 24.11 remembers its grace time; 22.05 and 26.05 do not.
+        """
+        remembered = (24, 5) <= self.slurm_version() < (26, 5)
+        return "PREEMPTED" if remembered else "COMPLETED"
+
     def nodes_of(self, result: Result) -> int:
         return int(self.show(result.job)["NumNodes"])
 

@@ -172,15 +172,13 @@ def test_preempted_before_the_first_step(user):
 @pytest.mark.parametrize("grace", every_case(15, 0))
 def test_preempted(user, same_end, grace):
     """A job with more urgent ones behind it saves in its grace time, and comes back."""
-    # Slurm 24.11 remembers the grace time, and calls a job so when it is done;
-    # 22.05 and 26.05 do not.
-    remembered = grace and (24, 5) <= user.slurm_version() < (26, 5)
+    state = user.state_after_preemption() if grace else "COMPLETED"
     with grace_time(user, grace):
         job = user.train(*EPOCHS, "--save-steps=3")
         preempt(user, job, user.stop_rank(job))
         user.until(job, "^Resuming from")
         assert user.show(job)["Requeue"] == "1"  # it may be preempted again
-        result = same_end(job, state="PREEMPTED" if remembered else "COMPLETED")
+        result = same_end(job, state=state)
     assert len(ASKED_TO_STOP.findall(result.output)) == 1, result
 
 

@@ -229,7 +229,8 @@ def test_it_comes_back_and_goes_on(jobs, own, own_folder, tmp_path):
     jobs.until(job, "(?s)(waits.*){4}")
     assert jobs.run(["scontrol", "requeue", job]).exit_code == 0
     result = jobs.wait(job)
-    assert (result.state, result.restarts) == ("COMPLETED", 3), result
+    state = jobs.state_after_preemption()
+    assert (result.state, result.restarts) == (state, 3), result
     assert len(result.find(f"^Resumed runs/{job}/checkpoint.pt: epoch")) == 2, result
     undisturbed, _ = start(own, tmp_path, tmp_path)
     assert losses(result.output, 2, 2048) == losses(undisturbed.output, 2, 2048)
@@ -313,7 +314,8 @@ def test_what_comes_back(jobs, tmp_path):
     jobs.until(limited, again)
     jobs.run(["scontrol", "update", f"job={limited}", "TimeLimit=10"])
 
-    for job in (preempted, limited, requeued):
+    ended(preempted, jobs.state_after_preemption(), 1)
+    for job in (limited, requeued):
         ended(job, "COMPLETED", 1)
     not_again = (
         r"^job.sh: error: status \d+, no new checkpoint in .*: not started again$"
