@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,21 @@ def test_try_it_here(clone, tmp_path):
     assert lines[-len(expected) :] == expected
     (accuracy,) = re.findall(r"^Test loss .* accuracy (.*)%$", output, re.M)
     assert float(accuracy) >= 90, output
+    # What the page of single_gpu has people do with the weights.
+    page = (clone / "single_gpu" / "README.rst").read_text()
+    script = re.search(r"\n   import torch\n.*?(?=\n\S)", page, re.S)[0]
+    script = textwrap.dedent(script).replace("model-8.pt", "model-none.pt")
+    paint = "import main, torch; from torchvision.io import encode_png, write_file; "
+    paint += "images, labels, *_ = main.draw_synthetic(); "
+    paint += "write_file('image.png', encode_png(images[0].permute(2, 0, 1))); "
+    paint += "print(labels[0].item())"
+    python = [clone / ".venv" / "bin" / "python", "-c"]
+    shown, told = (
+        call([*python, x], cwd=clone / "single_gpu") for x in (paint, script)
+    )
+    assert shown.output == told.output and shown.exit_code == 0, (shown, told)
+    for name in ("model-none.pt", "image.png"):
+        (clone / "single_gpu" / name).unlink()
 
 
 def test_a_clone_on_windows(clone, tmp_path):

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from slurm_jobs import every_case
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # How small, and the rows of its tables.
@@ -27,7 +28,12 @@ TINY = {
 NAMES = {path.stem for path in BENCHMARKS.glob("*.py")} - {"side_by_side"}
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+OFTEN = ["imagenet_training", "training_step"]  # what a change breaks first
+
+
+@pytest.mark.parametrize(
+    "name", [*OFTEN, *every_case("", *sorted(NAMES - set(OFTEN)))[1:]]
+)
 def test_benchmark(name):
     options, rows = TINY[name]
     command = [sys.executable, BENCHMARKS / f"{name}.py", "--rounds=0"]
@@ -48,6 +54,7 @@ def print_help(name: str) -> str:
     return subprocess.check_output(command, text=True)
 
 
+@pytest.mark.every_case
 def test_on_gpu_names_files_that_exist():
     """No GPU runs it here."""
     script = (BENCHMARKS / "on_gpu.sh").read_text()

@@ -12,7 +12,7 @@ import pytest
 from slurm_jobs import REPOSITORY, Jobs, User, every_case, listing, stop
 
 SCRIPTS = REPOSITORY / "docs" / "your_training"
-FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
+FLAGS = "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --mem=4G"
 # An epoch and its loss, in the words of the script or the library.
 LINES = {
     "accelerate": r"^Epoch \d: loss (\d\.\d{4})$",

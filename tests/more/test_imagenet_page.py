@@ -96,6 +96,7 @@ def test_an_allocation_and_torchrun(user, tmp_path):
     assert [result.exit_code for result in folders] == [0, 0], folders
 
 
+@pytest.mark.every_case
 @pytest.mark.usefixtures("nothing_left")
 def test_torchrun_elastic(user, tmp_path):
     """A node is lost and comes back.
