@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.mark.parametrize(
-    "moment", ["step", "save", "evaluation", "staging", *every_case("", "import")[1:]]
+    "moment", ["step", "save", "staging", *every_case("", "evaluation", "import")[1:]]
 )
 def test_killed(user, same_end, moment):
     """A process of the job dies at any moment: it is named, and the others end soon."""
@@ -120,7 +120,8 @@ def test_killed_without_progress(user):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kills, epochs", every_case((3, 15), (20, 40)))
+@pytest.mark.every_case
+@pytest.mark.parametrize("kills, epochs", [(3, 15), (20, 40)])
 def test_random_moments(user, kills, epochs):
     """One job killed so many times, by any process, at any time.
 

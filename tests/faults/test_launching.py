@@ -86,7 +86,8 @@ def test_many_tasks_start_at_once(user, tasks):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count, at_once", every_case((6, 3), (100, 50)))
+@pytest.mark.every_case
+@pytest.mark.parametrize("count, at_once", [(6, 3), (100, 50)])
 def test_many_short_jobs(user, count, at_once):
     """An array of short jobs: none is lost."""
     flags = "--nodes=1 --ntasks-per-node=1 --gpus-per-node=0 --cpus-per-task=1 --mem=1G"
