@@ -207,8 +207,7 @@ def setup_distributed() -> torch.device:
         environ["MASTER_ADDR"] = find_first_node()
     job = int(environ.get("SLURM_JOB_ID", "0"))  # port 0 is any free one
     environ.setdefault("MASTER_PORT", str(10000 + job % 20000 if job else 0))
-    # 0: the old NCCL backend. By the source of PyTorch 2.15's new one, backward() waits
-    # in it for each all-reduce.
+    # 0 keeps the old NCCL backend. By its source, the new one makes backward() wait.
     environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     device = find_device()
     on_gpu = device.type == "cuda"

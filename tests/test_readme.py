@@ -38,19 +38,19 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
     "old, new, most_added, most_removed",
     [
         ("single_gpu/main.py", "multi_gpu/main.py", 112, 18),
-        ("multi_gpu/main.py", "multi_node/main.py", 20, 10),
+        ("multi_gpu/main.py", "multi_node/main.py", 31, 10),
         ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
         ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
         ("multi_node/job.sh", "multi_node/job_torchrun.sh", 18, 10),
         ("multi_node/main.py", "imagenet/main.py", 207, 199),
-        ("multi_node/job.sh", "imagenet/job.sh", 145, 30),
+        ("multi_node/job.sh", "imagenet/job.sh", 149, 30),
         # What is shared with multi_node's changes there, too.
         ("docs/your_training/before.py", "docs/your_training/main.py", 45, 8),
         ("docs/your_training/main.py", "docs/your_training/resume/main.py", 70, 15),
         (
             "docs/your_training/resume/main.py",
             "docs/your_training/whole/main.py",
-            133,
+            138,
             24,
         ),
         ("docs/your_training/resume/main.py", "docs/runs/search.py", 55, 5),
