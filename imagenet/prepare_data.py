@@ -143,7 +143,8 @@ def is_staged(data_dir: Path, wanted: dict) -> bool:
     if wanted.items() <= found.items():
         return True
     if archives.job_folder() and data_dir == find_data_dir():
-        # Of an earlier start of this job, which Slurm ended while it removed the data.
+        # Slurm may have ended an earlier start of this job while it removed the data.
+        logging.info(f"{data_dir} is not whole, or of other archives: stages it again")
         shutil.rmtree(data_dir)
         return False
     raise StagingError(

@@ -15,6 +15,8 @@ import sys
 import tarfile
 import tempfile
 import threading
+import time
+import traceback
 import zipfile
 from pathlib import Path
 
@@ -402,8 +404,18 @@ def test_killed_at_any_moment(tmp_path, data_dir, flags):
 
 def test_interrupted(imagenet, data_dir):
     """Ctrl-C while threads work and the main thread waits for them."""
-    hook = at(".JPEG", end_by(signal.SIGINT))
-    refused(imagenet.source, data_dir, "interrupted", [("--extract",)], hook)
+
+    def interrupt() -> None:
+        main = threading.main_thread().ident
+        while "result" not in [
+            frame.name for frame in traceback.extract_stack(sys._current_frames()[main])
+        ]:
+            time.sleep(0.001)  # it is still starting the threads
+        os.kill(os.getpid(), signal.SIGINT)
+
+    message = "(?<=error: )interrupted$"
+    hook = at(".JPEG", interrupt)
+    refused(imagenet.source, data_dir, message, [("--extract",)], hook)
 
 
 def test_two_at_once(imagenet, data_dir):

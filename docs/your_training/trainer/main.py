@@ -70,6 +70,6 @@ try:
 except Exception:  # such as a full disk: job.sh would take what is not whole for new
     for path in folder.glob("checkpoint-*"):
         if not (path / "trainer_state.json").exists():
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # each rank comes here
     raise
 trainer.save_model(folder / "model")
