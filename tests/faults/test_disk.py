@@ -124,6 +124,9 @@ def test_full_disk_of_the_log(user, undisturbed):
         job = user.train(*EPOCHS, "--save-steps=3", flags=flags)
         user.until_file(job, "*-step-000003.pt")
         user.on("node1", "dd", "if=/dev/zero", f"of={disk}/all the rest")
+        # The last page of the log has room, too.
+        fill = f"cat /dev/zero >> '{disk}/log'"
+        assert "No space left" in user.on("node1", "sh", "-c", fill).output
         user.run(["scancel", "--signal=USR1", job])
         user.until_found(
             job, lambda: user.show(job)["Restarts"] == "1", "a requeue", 120
