@@ -222,6 +222,31 @@ class Jobs:
         pgrep = f"pgrep --ns {init} --nslist pid --oldest --full".split()
         return int(self.run([*pgrep, f"{PYTHON} {text}"]).output)
 
+    def until_pending(self, job: str, process: int, number: signal.Signals) -> None:
+        """Wait until a stopped process has a signal, which it takes when it goes on.
+
+        Some Slurms let it go on themselves.
+        """
+
+        def pending() -> bool:
+            status = Path(f"/proc/{process}/status").read_text()
+            signals = re.search(r"^ShdPnd:\t(\w+)$", status, re.MULTILINE)[1]
+            return int(signals, 16) & 1 << number - 1 or "\nState:\tT" not in status
+
+        self.until_found(job, pending, number.name, 60)
+
+    def interrupt(self, job: str, pattern: str, number: signal.Signals) -> None:
+        """Signal a job's ranks, as Slurm does, when the job has printed something.
+
+        A rank on node2 stands still meanwhile, or the training might be over.
+        """
+        self.until(job, pattern)
+        stop(rank := self.pid("node2", "main.py"))
+        signalled = self.run(["scancel", f"--signal={number.name}", job])
+        assert signalled.exit_code == 0, signalled
+        self.until_pending(job, rank, number)
+        os.kill(rank, signal.SIGCONT)
+
     def sbatch(self, folder: str, *arguments, **env: str) -> Result:
         """Run a job to its end."""
         return self.wait(self.submit(folder, *arguments, **env))
@@ -401,19 +426,6 @@ class User(Jobs):
         self.until_found(
             job, lambda: list(folder.glob(pattern)), pattern, timeout, pause=0.001
         )
-
-    def until_pending(self, job: str, process: int, number: signal.Signals) -> None:
-        """Wait until a stopped process has a signal, which it takes when it goes on.
-
-        Some Slurms let it go on themselves.
-        """
-
-        def pending() -> bool:
-            status = Path(f"/proc/{process}/status").read_text()
-            signals = re.search(r"^ShdPnd:\t(\w+)$", status, re.MULTILINE)[1]
-            return int(signals, 16) & 1 << number - 1 or "\nState:\tT" not in status
-
-        self.until_found(job, pending, number.name, 60)
 
     def checkpoints(self, job: str) -> Path:
         return self.clone / "imagenet" / "checkpoints" / job

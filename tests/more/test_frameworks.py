@@ -1,6 +1,5 @@
 """docs/your_training: Lightning, Trainer and Accelerate, stopped in mid-epoch."""
 
-import os
 import re
 import shutil
 import signal
@@ -9,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from slurm_jobs import REPOSITORY, Jobs, User, every_case, listing, stop
+from slurm_jobs import REPOSITORY, Jobs, every_case, listing
 
 SCRIPTS = REPOSITORY / "docs" / "your_training"
 FLAGS = "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --mem=4G"
@@ -44,19 +43,13 @@ def losses(log: str, line: str) -> list[str]:
 
 
 def interrupt(jobs: Jobs, job: str, line: str, epochs: int, number: signal.Signals):
-    """Signal a job's ranks, as Slurm does, in the epoch after so many.
-
-    A rank on node2 stands still meanwhile, or the training might be over.
-    """
+    """Signal a job's ranks in the epoch after so many; return when it is back."""
 
     def trained() -> bool:
         return len(losses(jobs.log(job), line)) >= epochs
 
     jobs.until_found(job, trained, f"{epochs} epochs", 300, pause=0.01)
-    stop(rank := jobs.pid("node2", "-X faulthandler main.py"))
-    jobs.run(["scancel", f"--signal={number.name}", job])
-    User.until_pending(jobs, job, rank, number)
-    os.kill(rank, signal.SIGCONT)
+    jobs.interrupt(job, "^Job", number)
     starts = len(re.findall("^Job .* on ", jobs.log(job), re.MULTILINE))
     jobs.until(job, rf"(?s)(^Job .*){{{starts + 1}}}")
 

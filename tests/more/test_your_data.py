@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -166,16 +167,15 @@ def test_recipe(recipe, jobs, frameworks, tmp_path):
     (project / ".venv").symlink_to(frameworks)
     shutil.copy(REPOSITORY / "docs/your_training/job.sh", project)
     command = [*TWO, "--nodes=2", "job.sh", "--epochs=4", "--batch-size=2"]
-    both = [jobs.submit(project, *command, "--accumulate=1", **OFFLINE) for _ in "ab"]
-    stopped = both[1]
-    jobs.until(stopped, "^Epoch 0: ")
-    result = jobs.run(["scancel", "--signal=USR1", stopped])
-    assert result.exit_code == 0, result
-    results = [jobs.wait(job) for job in both]
-    assert [result.state for result in results] == ["COMPLETED"] * 2, results[1]
-    assert [result.restarts for result in results] == [0, 1], results[1]
-    (done,) = results[1].find(r"^Resumed .*: epoch \d+, (\d+) samples")
-    assert 0 < int(done) <= 48, results[1]
+    command.append("--accumulate=1")
+    stopped = jobs.submit(project, *command, **OFFLINE)
+    jobs.interrupt(stopped, "^Epoch 0: ", signal.SIGUSR1)
+    undisturbed = jobs.submit(project, *command, **OFFLINE)
+    results = [jobs.wait(job) for job in (stopped, undisturbed)]
+    assert [result.state for result in results] == ["COMPLETED"] * 2, results[0]
+    assert [result.restarts for result in results] == [1, 0], results[0]
+    (done,) = results[0].find(r"^Resumed .*: epoch \d+, (\d+) samples")
+    assert 0 < int(done) <= 48, results[0]
     lines = [
         {re.sub(r", \d+ samples/s", "", line) for line in result.find("^Epoch .*")}
         for result in results
