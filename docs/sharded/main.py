@@ -81,7 +81,6 @@ layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modu
 for module in [*layers, model]:
     fully_shard(module, mesh=mesh, mp_policy=policy)
 model.to_empty(device=device)  # memory for this rank's part
-model.tie_weights()  # to_empty has made two of one
 for module in model.modules():
     if module._buffers:  # they are not in the files
         model._init_weights(module)

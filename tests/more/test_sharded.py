@@ -145,7 +145,7 @@ def test_as_one_process(ranks, make, kind, dtype, number, options):
     assert far < (0.01 if dtype == "bfloat16" else 0.0005)
 
 
-def test_stopped(ranks, make):
+def test_stopped(ranks, make, qwen3):
     """Dropout goes on as it would have; a full disk costs nothing that was saved."""
     folder = make("qwen3", "float32", "0.5")
     disk = folder / "disk"
@@ -164,6 +164,9 @@ def test_stopped(ranks, make):
         return ended[0]
 
     whole = ranks(folder, *FLAGS, ranks=2)[0]
+    # Dropout is there.
+    without = ranks(qwen3, *FLAGS, "--epochs=1", ranks=2, RUN_DIR="without")[0]
+    assert steps(without)[0] != steps(whole)[0], without
     stopped = run(warn_at="Step 1:")
     assert stopped.exit_code == 1 and len(steps(stopped)) < len(steps(whole)), stopped
     (saved,) = disk.iterdir()

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 import torch.distributed.checkpoint
+from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch.distributed.fsdp import fully_shard
@@ -96,9 +97,9 @@ def train(folder: str, trained: str, size: str, epochs: str, rate: str) -> None:
     assert mine.keys() == others.keys()
     far = max((mine[name] - others[name].float()).abs().max().item() for name in mine)
     text = AutoTokenizer.from_pretrained(trained).decode([86, 84, 70, 83])
-    print(
-        json.dumps([far, str(other.dtype), other.generation_config.temperature, text])
-    )
+    with safe_open(f"{trained}/model-00001-of-00001.safetensors", "pt") as file:
+        (dtype,) = {str(file.get_tensor(name).dtype) for name in file.keys()}
+    print(json.dumps([far, dtype, other.generation_config.temperature, text]))
 
 
 def serve() -> None:
