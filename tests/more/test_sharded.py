@@ -183,6 +183,7 @@ def test_stopped(ranks, make, qwen3):
     assert resumed.exit_code == 0, resumed
     assert_near(steps(stopped) | steps(resumed), steps(whole))
     assert set(os.listdir(disk)) == {last, "model"}
+    assert not (disk / "model" / "sharded").exists()  # what the ranks have written
     right = (disk / "model" / "model-00001-of-00001.safetensors").read_bytes()
     again = run()
     assert again.find(f"^{ERROR}disk/model is there already$"), again

@@ -166,7 +166,7 @@ def save(name, content):
 if rank == 0:
     print(vars(args))
 saved_at = met_at = time.monotonic()
-steps, meeting = 0, 1  # steps since the ranks have met, and when they meet again
+since_meeting, meeting = 0, 1  # steps since the ranks met, and when they meet again
 for epoch in range(first, args.epochs):
     sampler.set_epoch(epoch)
     mine = int(done[1]) // world_size  # how many of this rank's samples are done
@@ -201,10 +201,10 @@ for epoch in range(first, args.epochs):
         scaler.step(optimizer)
         scaler.update()
         torch.manual_seed(hash((epoch, mine, rank)))  # the same after a resume
-        steps += 1
-        if steps == meeting:  # the ranks agree whether to save, and whether to stop
+        since_meeting += 1
+        if since_meeting == meeting:  # the ranks agree whether to save, and to stop
             due = time.monotonic() - saved_at > 600
-            speed = steps / (time.monotonic() - met_at)
+            speed = since_meeting / (time.monotonic() - met_at)
             sums = torch.cat([metrics, metrics.new_tensor([due, len(warned), speed])])
             dist.all_reduce(sums)
             *_, due, stop, speed = sums.tolist()
@@ -216,7 +216,7 @@ for epoch in range(first, args.epochs):
                 saved_at = time.monotonic()
             if stop:
                 raise SystemExit(1)  # not finished: job.sh starts the job again
-            steps, met_at = 0, time.monotonic()
+            since_meeting, met_at = 0, time.monotonic()
             meeting = max(1, min(20, int(2 * speed / world_size)))  # two seconds
     dist.all_reduce(metrics)
     total, count = metrics
