@@ -87,7 +87,7 @@ def call(*arguments, hook=None) -> tuple[int | None, str]:
     with tempfile.TemporaryFile() as output:
         process = FORK.Process(target=call_main)
         process.start()
-        process.join(60)
+        process.join(300)
         return process.exitcode, os.pread(output.fileno(), 2**20, 0).decode()
 
 

@@ -44,13 +44,6 @@ elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
     os.environ["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
     os.environ["MASTER_PORT"] = str(10000 + int(os.environ["SLURM_JOB_ID"]) % 20000)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-gpu = None
-if device.type == "cuda":
-    gpu = device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-backend = "nccl" if gpu else "gloo"
-dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
-
 run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
 partial = f"{run_dir}/partial"  # what is not whole yet
 samples = np.load("samples.npy", mmap_mode="r")  # of pack.py
@@ -67,6 +60,13 @@ if args.batch_size % (world_size * args.micro_batch_size):
 if world_size % args.copies:
     parser.error(f"no {args.copies} copies on {world_size} ranks")
 
+gpu = None
+if device.type == "cuda":
+    gpu = device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+backend = "nccl" if gpu else "gloo"
+dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
+
 nodes = [None] * world_size
 dist.all_gather_object(nodes, int(os.environ.get("SLURM_NODEID", 0)))
 by_node = torch.tensor(nodes).argsort(stable=True).reshape(args.copies, -1)
@@ -74,6 +74,7 @@ by_node = by_node.sort().values  # PyTorch wants each row in the order of its ra
 mesh = DeviceMesh(device.type, by_node, mesh_dim_names=("copies", "parts"))
 policy = MixedPrecisionPolicy(torch.bfloat16 if gpu else None, torch.float32)
 config = AutoConfig.from_pretrained(args.model)
+dtype = config.dtype or torch.float32  # of the files: from_config changes it
 with torch.device("meta"):  # no memory yet
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 model.activation_checkpointing_enable()
@@ -159,7 +160,7 @@ for step in range(first, total):
     if stop:
         raise SystemExit(1)  # not finished: job.sh starts the job again
 trained = model.state_dict()
-weights = {name: trained[name].to(dtype=config.dtype) for name in weights}
+weights = {name: trained[name].to(dtype=dtype) for name in weights}
 writer = dcp.HuggingFaceStorageWriter(
     partial, save_distributed=True, enable_consolidation=True
 )

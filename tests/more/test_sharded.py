@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from first_aid import user_of
 from slurm_jobs import REPOSITORY, Result
@@ -109,6 +110,28 @@ def make(ranks, tmp_path_factory):
 @pytest.fixture(scope="module")
 def qwen3(make) -> Path:
     return make("qwen3")
+
+
+def test_samples(ranks, qwen3, tmp_path):
+    """Learned are a text's next tokens, and of a chat, the last message."""
+
+    def ids(text: str) -> list[int]:
+        return [1 if letter == "." else ord(letter) - 31 for letter in text]
+
+    chat = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    lines = [json.dumps({"text": "ab"}), json.dumps({"messages": chat})]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    flags = [qwen3 / "pretrained", "data.jsonl", "11"]
+    packed = ranks(tmp_path, *flags, script=SCRIPTS / "pack.py")
+    assert packed[0].exit_code == 0, packed
+    samples = np.load(tmp_path / "samples.npy")
+    tokens, targets, positions = samples.swapaxes(0, 1).reshape(3, -1).tolist()
+    text, prompt, answer = ids("ab."), ids("user:c.assistant:"), ids("d.")
+    assert tokens == text + prompt + answer
+    unlearned = [-100] * len(prompt)
+    assert targets == [*text[1:], *unlearned, *answer, -100]
+    # The second sample begins in the chat.
+    assert positions == [*range(3), *range(8), *range(11)]
 
 
 def steps(result: Result) -> dict[int, tuple[float, float]]:
