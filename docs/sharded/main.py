@@ -1,6 +1,7 @@
 """Fine-tune a causal language model of Hugging Face's, divided among all GPUs."""
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ add("--micro-batch-size", type=int, default=1, help="samples of a GPU at a time"
 add("--epochs", type=int, default=2)
 add("--learning-rate", type=float, default=1e-5)
 add("--copies", type=int, default=1, help="of the model: one, or one a node (HSDP)")
-add("--resume", help="a checkpoint of another job")
+add("--resume", type=lambda path: path.rstrip("/"), help="a checkpoint of another job")
 args = parser.parse_args()
 
 rank = int(os.environ.get("SLURM_PROCID", 0))
@@ -46,11 +47,18 @@ elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
 partial = f"{run_dir}/partial"  # what is not whole yet
-samples = np.load("samples.npy", mmap_mode="r")  # of pack.py
+data = f"{run_dir}/samples.npy"  # of pack.py, as it was at this job's first start
+with contextlib.suppress(OSError):  # it is there, or this disk has no hard links
+    os.link("samples.npy", data)
+samples = np.load(data if os.path.exists(data) else "samples.npy", mmap_mode="r")
 steps = len(samples) // args.batch_size  # of an epoch
 total = args.epochs * steps
 if not os.path.exists(f"{args.model}/config.json"):
     parser.error(f"no model in {args.model}")
+config = AutoConfig.from_pretrained(args.model)
+dtype = config.dtype or torch.float32  # of the files: from_config changes it
+if getattr(config, "quantization_config", None):
+    parser.error(f"{args.model} is quantized: take the model in bfloat16")
 if os.path.exists(f"{run_dir}/model"):
     parser.error(f"{run_dir}/model is there already")
 if steps == 0:
@@ -73,8 +81,6 @@ by_node = torch.tensor(nodes).argsort(stable=True).reshape(args.copies, -1)
 by_node = by_node.sort().values  # PyTorch wants each row in the order of its ranks
 mesh = DeviceMesh(device.type, by_node, mesh_dim_names=("copies", "parts"))
 policy = MixedPrecisionPolicy(torch.bfloat16 if gpu else None, torch.float32)
-config = AutoConfig.from_pretrained(args.model)
-dtype = config.dtype or torch.float32  # of the files: from_config changes it
 with torch.device("meta"):  # no memory yet
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 model.activation_checkpointing_enable()
@@ -105,6 +111,16 @@ try:
 except dcp.CheckpointException as failure:
     reason = next(iter(failure.failures.values()))[0]
     raise SystemExit(f"main.py: error: {path[0] or args.model}: {reason}") from None
+
+# Does the second document of a sample depend on the first? In some models it does.
+tokens = torch.tensor([[5, 6, 7, 8, 9], [8, 9, 7, 8, 9]], device=device)
+positions = torch.tensor([[0, 1, 0, 1, 2]] * 2, device=device)
+model.eval()
+with torch.no_grad():
+    one, two = model(tokens, position_ids=positions, use_cache=False).logits[:, 2:]
+model.train()
+if (one - two).abs().max() > 0.02 * one.abs().max():
+    raise SystemExit("main.py: error: in this model, documents of a sample are mixed")
 
 
 def save(name, content, writer):
@@ -167,5 +183,6 @@ writer = dcp.HuggingFaceStorageWriter(
 if rank == 0:  # the configuration and the tokenizer
     but_weights = shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pth", ".*")
     shutil.copytree(args.model, partial, ignore=but_weights, dirs_exist_ok=True)
+    os.chmod(partial, 0o755)  # the model's folder may be read-only
 save("model", weights, writer)
 dist.destroy_process_group()

@@ -11,7 +11,9 @@ from transformers import AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 length = int(sys.argv[3])  # tokens of a sample
 tokens, targets, positions = array("i"), array("i"), array("i")
-for number, line in enumerate(open(sys.argv[2], encoding="utf-8"), 1):
+for number, line in enumerate(open(sys.argv[2], encoding="utf-8-sig"), 1):
+    if not line.strip():
+        continue
     document, prompt = json.loads(line), []
     if "text" in document:
         ids = [*tokenizer.encode(document["text"]), tokenizer.eos_token_id]

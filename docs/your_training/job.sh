@@ -134,8 +134,11 @@ finish() {
         fail "status $status, no new checkpoint in $RUN_DIR: not started again"
     fi
 }
-# Again until Slurm's controller answers: it may be busy.
-show_job() { until scontrol show job "$SLURM_JOB_ID"; do sleep 10; done; }
+# Again until Slurm's controller answers: it may be busy. The last task of an array has the
+# array's number, for which Slurm shows all tasks.
+show_job() {
+    until scontrol -o show job "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "; do sleep 10; done
+}
 
 # Checks before the training.
 check_job() {

@@ -84,18 +84,19 @@ def test_a_line_for_each_task_of_an_array(jobs: Jobs, project):
     folder = project()
     sweep = folder / "sweep.txt"
     sweep.write_bytes("\r\n".join(LINES).encode())
-    flags = [f"--output={jobs.logs}/%A_%a.out", "--array=0-6", *ONE]
+    # Slurm gives the array's number to its last task, 5.
+    flags = [f"--output={jobs.logs}/%A_%a.out", "--array=0-5", *ONE]
     words = ["job.sh", "@sweep.txt", "--for", "all tasks"]
     array = jobs.submit(folder, *flags, *words, SCRATCH="/my scratch")
-    tasks = [f"{array}_{number}" for number in range(7)]
+    tasks = [f"{array}_{number}" for number in range(6)]
     jobs.until(tasks[5], "^Told ")
-    results = [jobs.wait(task) for task in tasks[:5] + tasks[6:]]
+    results = [jobs.wait(task) for task in tasks[:5]]
     sweep.write_text("--other\n" * 6)
     jobs.run(["scancel", "--signal=USR1", tasks[5]])
     jobs.until(tasks[5], "^Told .* true")
     (folder / "go").touch()
-    results.insert(5, jobs.wait(tasks[5]))
-    for number in (0, 2, 6):
+    results.append(jobs.wait(tasks[5]))
+    for number in (0, 2):
         error = f"job.sh: error: sweep.txt has no line {number}: the first is 1"
         assert error in results[number].output.splitlines(), results[number]
     lines = [["--name", "two words"], ["--fail"], ["--home", HOME["HOME"]], ["--wait"]]
@@ -106,7 +107,7 @@ def test_a_line_for_each_task_of_an_array(jobs: Jobs, project):
         assert told(results[number].output) == starts, results[number]
     ends = [(result.state == "COMPLETED", result.restarts) for result in results]
     wrong, right = (False, 0), (True, 0)
-    assert ends == [wrong, right, wrong, wrong, right, (True, 1), wrong], results
+    assert ends == [wrong, right, wrong, wrong, right, (True, 1)], results
     no_array = jobs.sbatch(folder, *ONE, "job.sh", "@sweep.txt")
     assert no_array.find("SLURM_ARRAY_TASK_ID: give --array$"), no_array
 
@@ -126,7 +127,7 @@ def test_several_at_once(jobs: Jobs, project):
     folder = project(*EACH_LINE)
     sweep = folder / "sweep.txt"
     lines = ["--name 'two words'", "# no", "--wait", "--fail", "--wait", "", "--wait"]
-    sweep.write_bytes("\r\n".join([*lines, "--last"]).encode())
+    sweep.write_bytes("\r\n".join([*lines, "--last=$RUN_DIR"]).encode())
     flags = [*ONE, "--ntasks-per-node=3", "--gpus-per-node=2"]
     job = jobs.submit(folder, *flags, "job.sh", "--for-all")
 
@@ -138,7 +139,7 @@ def test_several_at_once(jobs: Jobs, project):
         jobs.until_found(job, find, f"three lines, {starts} times", 300)
 
     waiting(1)
-    sweep.write_text(sweep.read_text().replace("--wait", "--other"))
+    sweep.write_text("--other\n")
     jobs.run(["scancel", "--signal=USR1", job])
     waiting(2)
     jobs.run(["scontrol", "requeue", job])
@@ -147,7 +148,8 @@ def test_several_at_once(jobs: Jobs, project):
     result = jobs.wait(job)
     logs = logs_of(folder, job)
     runs = {number: told(log) for number, log in logs.items()}
-    lines = {3: "--wait", 5: "--wait", 7: "--wait", 4: "--fail", 8: "--last"}
+    lines = {3: "--wait", 5: "--wait", 7: "--wait", 4: "--fail"}
+    lines[8] = f"--last=runs/{job}/8"
     # The program takes itself for the only task.
     expected = {
         number: [["--for-all", line], f"runs/{job}/{number}", "0 of 1"]
@@ -174,7 +176,7 @@ def test_several_at_once(jobs: Jobs, project):
 def test_a_line_that_fails_ends_no_other(jobs: Jobs, project):
     """Its task has nothing left to do, and srun ends all with the first that leaves."""
     folder = project(*EACH_LINE)
-    (folder / "sweep.txt").write_text("--fail\n--wait\n'unclosed\n")
+    (folder / "sweep.txt").write_text("--fail\n--wait\n'unclosed\n--other &\n")
     flags = ["--nodelist=node1", "--ntasks-per-node=2"]
     job = jobs.submit(folder, *ONE, *flags, "job.sh")
 
@@ -188,6 +190,8 @@ def test_a_line_that_fails_ends_no_other(jobs: Jobs, project):
     assert result.output.count("Line 2: ended with status 0\n") == 1, result
     log = (folder / "runs" / job / "3" / "log").read_text()
     assert "unexpected EOF while looking for matching `''" in log, log
+    log = (folder / "runs" / job / "4" / "log").read_text()
+    assert "syntax error near unexpected token `&'" in log, log
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -206,6 +210,29 @@ def test_each_line_cannot_work(jobs: Jobs, project):
     ):
         assert result.state == "FAILED" and result.restarts == 0, result
         assert result.find(f"{message}$"), result
+
+
+def test_full_disk_of_the_node(tmp_path):
+    """Lines that it cannot take are named, and it fails."""
+    (tmp_path / "sweep.txt").write_text("1\n2\n")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    # For itself, `taken`, `lock` and the first line.
+    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=4", "none", disk]
+    subprocess.run(mount, check=True)
+    env = {"LOCAL_JOB_DIR": str(disk), "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
+    env |= {"SLURM_LOCALID": "0", "ROCR_VISIBLE_DEVICES": "4,5"}
+    command = [RUNS / "each_line", "sweep.txt", "bash", "-c", "env; echo $0"]
+    result = call(command, cwd=tmp_path, env=HOME | env)
+    subprocess.run(["umount", disk], check=True)
+    assert result.exit_code == 1, result
+    assert result.find("^Line (.*)$") == [
+        "1: 1, in runs/7/1/log",
+        "1: ended with status 0",
+        f"2: cannot write to {disk}/taken",
+    ], result
+    log = (tmp_path / "runs" / "7" / "1" / "log").read_text()
+    assert "\nROCR_VISIBLE_DEVICES=4\n" in log and log.endswith("\n1\n"), log
 
 
 FRAMEWORKS = """\
@@ -369,6 +396,13 @@ def test_how_busy(jobs: Jobs, project, path):
     env = {"PATH": path, "GPU_REPORT_SECONDS": "0.2"}
     job = jobs.submit(folder, *flags.split(), "job.sh", "--wait", "--kill", **env)
     jobs.until_found(job, lambda: len(told(jobs.log(job))) == 4, "all tasks", 300)
+    samples = folder / "runs" / job / "gpus"
+
+    def sampled() -> bool:
+        counts = [path.read_text().count("\n") for path in samples.glob("*.csv")]
+        return len(counts) == 2 and min(counts) >= 2
+
+    jobs.until_found(job, sampled, "samples of both nodes", 60)
     jobs.run(["scancel", "--signal=USR1", job])
     jobs.until_found(job, lambda: len(told(jobs.log(job))) == 8, "a requeue", 300)
     (folder / "go").touch()

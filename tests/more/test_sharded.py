@@ -223,11 +223,15 @@ def test_stopped(ranks, make, qwen3):
 def test_errors(ranks, make):
     """One line says what is wrong."""
     folder = make("llama")
-    for name in ("qwen3", "wide", "talks"):
+    for name in ("qwen3", "wide", "talks", "fp8"):
         shutil.copytree(folder / "pretrained", folder / name)
     shutil.copy(make("qwen3") / "pretrained" / "config.json", folder / "qwen3")
     config = folder / "wide" / "config.json"
     config.write_text(config.read_text().replace('_size": 48', '_size": 64'))
+    config = json.loads((folder / "pretrained" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "fp8" / "config.json").write_text(json.dumps(config))
+    shutil.copytree(make("opt") / "pretrained", folder / "opt")
     wrong = {
         "--model=none": "no model in none",
         "--batch-size=5": "no batch of 5 on 2 ranks",
@@ -235,6 +239,8 @@ def test_errors(ranks, make):
         "--copies=4": "no 4 copies on 2 ranks",
         "--model=qwen3": "qwen3: Missing key in checkpoint state_dict: .*_norm.*",
         "--model=wide": r"wide: .*[sS]ize.* torch.Size\(\[.*",
+        "--model=fp8": "fp8 is quantized: take the model in bfloat16",
+        "--model=opt": "in this model, documents of a sample are mixed",
         "--learning-rate=1e30": "NaN in the gradients of step 1",
     }
     for argument, error in wrong.items():
@@ -267,18 +273,24 @@ def test_job(jobs, ranks, make, frameworks):
 
     job = submit("2 x 1")
     jobs.until(job, "^Step 2:")
+    # Other samples are packed for another job.
+    alone = folder / "alone"
+    alone.mkdir()
+    os.replace(folder / "samples.npy", alone / "samples.npy")
+    np.save(folder / "other.npy", np.load(alone / "samples.npy")[::-1])
+    os.replace(folder / "other.npy", folder / "samples.npy")
     jobs.run(["scancel", "--signal=USR1", job])
     name = jobs.until(job, rf"^Saved runs/{job}/(checkpoint-\d+)$")[1]
     shutil.copytree(folder / "runs" / job / name, folder / "kept" / name)
-    (folder / "alone").mkdir()
     right = steps(ranks(folder, *flags, ranks=2, RUN_DIR="alone")[0])
     result = jobs.wait(job)
     assert (result.state, result.restarts) == ("COMPLETED", 1), result
     assert len(result.find("^Step ")) == len(right), result
     assert_near(steps(result), right)
     first = int(name.split("-")[1])
+    os.replace(alone / "samples.npy", folder / "samples.npy")
     for job in [
-        submit(shape, "--resume", f"kept/{name}") for shape in ("1 x 1", "2 x 2")
+        submit(shape, "--resume", f"kept/{name}/") for shape in ("1 x 1", "2 x 2")
     ]:
         result = jobs.wait(job)
         assert result.state == "COMPLETED", result

@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
+    OPTConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
@@ -45,6 +46,8 @@ def make(kind: str, folder: str, dtype: str = "float32", dropout: str = "0") -> 
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope |= {"original_max_position_embeddings": 32}
         config = LlamaConfig(**sizes, tie_word_embeddings=False, rope_parameters=rope)
+    elif kind == "opt":  # its attention does not look at positions
+        config = OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=32)
     else:
         config = Qwen3Config(**sizes, tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
