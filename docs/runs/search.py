@@ -173,7 +173,6 @@ for epoch in range(first, epochs):
         break
 if rank == 0:
     if prune[0]:
-        print(f"Trial {trial.number}: stopped early, as others did better")
         study.tell(trial, state=optuna.trial.TrialState.PRUNED)
     else:
         study.tell(trial, (total / count).item())

@@ -388,7 +388,8 @@ def test_too_few_samples(tmp_path, script):
     (tmp_path / "few.py").write_text(text)
     for rank in start(tmp_path / "few.py", tmp_path, tmp_path):
         assert rank.exit_code == 1, rank
-        assert re.fullmatch(r"main.py: error: \d+ samples are too few\n", rank.output)
+        end = ": lower --batch-size" if script == WHOLE else " are too few"
+        assert re.fullmatch(rf"main.py: error: \d+ samples{end}\n", rank.output)
     assert not list(tmp_path.glob("*.pt"))
 
 

@@ -88,7 +88,7 @@ def end_workers():
 
 sampler = DistributedSampler(train_set, world_size, rank, drop_last=True)
 if len(sampler) < args.batch_size:
-    raise SystemExit(f"main.py: error: {len(train_set)} samples are too few")
+    raise SystemExit(f"main.py: error: {len(train_set)} samples: lower --batch-size")
 batches = []  # what is left of the epoch
 workers = {
     "num_workers": int(os.environ.get("SLURM_CPUS_PER_TASK", 1)),
@@ -190,7 +190,7 @@ for epoch in range(first, args.epochs):
         for part in range(parts):
             last = part == parts - 1  # only then, DDP averages the gradients
             with contextlib.nullcontext() if last else model.no_sync():
-                with torch.autocast(device.type, half):
+                with torch.autocast(device.type, half, enabled=bool(gpu)):
                     logits = model(inputs[part::parts]).float()
                 loss = F.cross_entropy(logits, targets[part::parts])
                 scaler.scale(loss / parts).backward()
@@ -228,7 +228,7 @@ for epoch in range(first, args.epochs):
     correct = torch.zeros(2, dtype=torch.float64, device=device)
     for inputs, targets in valid_loader:
         inputs, targets = inputs.to(device), targets.to(device)
-        with torch.no_grad(), torch.autocast(device.type, half):
+        with torch.no_grad(), torch.autocast(device.type, half, enabled=bool(gpu)):
             answers = model.module(inputs).argmax(1)
         correct[0] += (answers == targets).sum()
         correct[1] += len(targets)
