@@ -183,6 +183,6 @@ writer = dcp.HuggingFaceStorageWriter(
 if rank == 0:  # the configuration and the tokenizer
     but_weights = shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pth", ".*")
     shutil.copytree(args.model, partial, ignore=but_weights, dirs_exist_ok=True)
-    os.chmod(partial, 0o755)  # the model's folder may be read-only
+    shutil.copymode(run_dir, partial)  # the model's folder may be read-only
 save("model", weights, writer)
 dist.destroy_process_group()

@@ -212,13 +212,13 @@ def test_each_line_cannot_work(jobs: Jobs, project):
         assert result.find(f"{message}$"), result
 
 
-def test_full_disk_of_the_node(tmp_path):
+@pytest.mark.parametrize("room", [2, 4])  # for `taken` alone, or also a line
+def test_full_disk_of_the_node(tmp_path, room):
     """Lines that it cannot take are named, and it fails."""
     (tmp_path / "sweep.txt").write_text("1\n2\n")
     disk = tmp_path / "disk"
     disk.mkdir()
-    # For itself, `taken`, `lock` and the first line.
-    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=4", "none", disk]
+    mount = ["mount", "-t", "tmpfs", "-o", f"nr_inodes={room}", "none", disk]
     subprocess.run(mount, check=True)
     env = {"LOCAL_JOB_DIR": str(disk), "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
     env |= {"SLURM_LOCALID": "0", "ROCR_VISIBLE_DEVICES": "4,5"}
@@ -226,6 +226,9 @@ def test_full_disk_of_the_node(tmp_path):
     result = call(command, cwd=tmp_path, env=HOME | env)
     subprocess.run(["umount", disk], check=True)
     assert result.exit_code == 1, result
+    if room == 2:
+        assert result.find("taken/lock: No space left on device$"), result
+        return
     assert result.find("^Line (.*)$") == [
         "1: 1, in runs/7/1/log",
         "1: ended with status 0",

@@ -156,9 +156,11 @@ def assert_near(found: dict, right: dict) -> None:
 def test_as_one_process(ranks, make, kind, dtype, number, options):
     """Losses, norms and the saved model are those of a training without FSDP."""
     folder = make(kind, dtype)
+    (folder / "pretrained").chmod(0o555)
     ended = ranks(folder, *FLAGS, *options, ranks=number)
     assert [result.exit_code for result in ended] == [0] * number, ended
     assert ended[0].find("^Saved ./model$"), ended
+    assert (folder / "model").stat().st_mode & 0o200
     flags = ["train", "pretrained", "model", *FLAGS[1::2]]
     (plain,) = ranks(folder, *flags, script=MODELS)
     assert plain.exit_code == 0, plain
