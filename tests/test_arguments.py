@@ -52,15 +52,12 @@ def refused(folder: Path, example: str, *arguments: str, **environment: str) -> 
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-@pytest.mark.parametrize("local_disk", ["", "/local/7"])
-def test_help(example, local_disk, tmp_path):
+def test_help(example, tmp_path):
     """--help fits into 80 columns; every example has the same options and defaults.
 
-    The data are looked for on the disk that Slurm gives the job, if it does, else in
-    the folder that main.py is started in.
+    Where the data are looked for in a job: test_data_dir.py.
     """
-    disk = {"SLURM_TMPDIR": local_disk} if local_disk else {}
-    status, text = run(tmp_path, example, "--help", **disk)
+    status, text = run(tmp_path, example, "--help")
     assert status == 0 and max(map(len, text.splitlines())) <= 80, text
     _, _, *entries = re.split(r"\n  (?=-)", text.split("options:")[1])  # after --help
     found = {}
@@ -69,8 +66,7 @@ def test_help(example, local_disk, tmp_path):
         said = re.match(r"(--\S+) .{15,} \(default: (.*)\)$", line)
         assert said, f"no explanation: {line}"
         found[said[1]] = said[2]
-    right = DEFAULTS | ({"--data-dir": f"{local_disk}/data"} if local_disk else {})
-    assert found == right
+    assert found == DEFAULTS
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,9 @@
-"""The test cluster itself.
-
-Its nodes are hosts of their own, and nothing of it stays, however it ends.
-"""
+"""The test cluster itself: its nodes are hosts of their own, and nothing stays."""
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import cluster as slurm
@@ -17,25 +12,6 @@ from slurm_jobs import call as run
 
 pytestmark = pytest.mark.usefixtures("start_cluster")  # it says what is missing
 COMMAND = [sys.executable, slurm.__file__]
-# A test run with a cluster.
-OWNER = """
-import os, sys, time
-import cluster
-read_end, write_end = os.pipe()
-running, supervisor = cluster.start(nodes=1, gpus=1, cpus=2, lifeline=read_end)
-print(running.state, running.address("node1"), supervisor.pid, flush=True)
-time.sleep(1000)
-"""
-
-
-def traces(state: Path, address: str = "no.network") -> list[str]:
-    """Return what is left of a cluster: its folder, network and processes."""
-    left = [str(state)] if state.exists() else []
-    subnet = f" {address.rpartition('.')[0]}."
-    for command in ("ps -ww -eo args=", "ip -4 -o address"):
-        lines = run(command.split()).output.splitlines()
-        left += [line for line in lines if str(state) in line or subnet in line]
-    return left
 
 
 def test_nodes_are_hosts_of_their_own(cluster):
@@ -51,31 +27,6 @@ def test_nodes_are_hosts_of_their_own(cluster):
     assert "node1" not in Path("/etc/hosts").read_text()
     # A mount over that file alone would go when the machine replaces its own.
     assert on("node2", "findmnt -n -o TARGET -T /etc/hosts") == "/etc\n"
-
-
-def test_killed():
-    """Without the supervisor, its folder stays, and the next start removes that.
-
-    When a test run is killed, all goes: see test_conftest.py.
-    """
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER],
-        cwd=Path(slurm.__file__).parent,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    folder, address, supervisor = owner.stdout.readline().split()
-    state = Path(folder)
-    assert len(traces(state, address)) > 3
-    os.kill(int(supervisor), signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while (left := traces(state, address)) != [folder]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-    owner.kill()
-    os.utime(state, (0, 0))  # as if it had been a while
-    slurm.remove_leftovers()
-    assert traces(state, address) == []
 
 
 def test_commands(pytestconfig):
@@ -108,15 +59,7 @@ def test_commands(pytestconfig):
         down = call(*COMMAND, "down")
     assert down.returncode == 0, down.stderr
     assert down.stderr == f"1 stopped; in the shells that use it: {down.stdout}"
-    assert traces(state) == []
+    assert not state.exists()
+    assert str(state) not in run("ps -ww -eo args=".split()).output
     shell = f'{up.stdout}\n{down.stdout}\necho "${{SLURM_CONF-none}} $PATH"'
     assert call("bash", "-c", shell).stdout == f"none {os.environ['PATH']}\n"
-
-
-@pytest.mark.every_case
-def test_demo():
-    """The job that loses a node ends with the weights of the one that does not."""
-    command = [sys.executable, slurm.__file__.replace("cluster.py", "demo.py")]
-    result = run(command)
-    assert result.exit_code == 0, result
-    assert "requeued 1 times" in result.output, result

@@ -43,16 +43,6 @@ def assert_failed(result: Result, message: str, times: int = 0, node: str = "") 
     assert not re.search(r"Traceback|\[[WE]", before), result
 
 
-def test_no_data_and_no_network(jobs):
-    """The nodes have no way to the internet. Each says so once, if it comes to it."""
-    result = sbatch(jobs, "multi_node", *TWO_NODES, "job.sh", CIFAR10_ARCHIVE="")
-    where = r"/tmp/slurm-job-\d+-cluster\.\d+/data on (node\d), "
-    message = f"^main.py: error: no whole CIFAR-10 in {where}"
-    assert_failed(result, f"{message}.*cifar-10-python.tar.gz.*--synthetic")
-    nodes = result.find(message)
-    assert len(nodes) == len(set(nodes)), result
-
-
 @pytest.mark.parametrize(
     "folder, nodes", [("single_gpu", ["node1"]), ("multi_node", ["node1", "node2"])]
 )
@@ -69,13 +59,15 @@ NO_TASK = "this is none of the 2 tasks of the job: start main.py with srun"
 ONE_TASK = "start it with srun, as one task, not {}; multi_gpu is for several"
 
 
-@pytest.mark.parametrize("start", [salloc, sbatch])
 @pytest.mark.parametrize(
-    "folder, tasks, message",
-    [("single_gpu", 1, ONE_TASK.format("none")), ("multi_node", 2, NO_TASK)],
-    ids=["single_gpu", "multi_node"],
+    "start, folder, tasks, message",
+    [
+        (salloc, "single_gpu", 1, ONE_TASK.format("none")),
+        (sbatch, "multi_node", 2, NO_TASK),
+    ],
+    ids=["salloc", "sbatch"],
 )
-def test_started_without_srun(jobs, folder, tasks, message, start):
+def test_started_without_srun(jobs, start, folder, tasks, message):
     """It would train without the job's GPU, or wait for tasks that never start."""
     command = MAIN if start is salloc else [f"--wrap={' '.join(MAIN)}"]
     result = start(jobs, folder, *SMALL, f"--ntasks={tasks}", *command)
@@ -188,36 +180,19 @@ def test_no_cpus_per_task(jobs, tmp_path, folder):
     assert_failed(result, "SLURM_CPUS_PER_TASK: give --cpus-per-task$", times=1)
 
 
-@pytest.mark.parametrize(
-    "variable, value, reason",
-    [
-        ("GLOO_SOCKET_IFNAME", "eth7", "Unable to find address for: eth7"),
-        ("MASTER_PORT", "abc", "invalid literal for int() with base 10: 'abc'"),
-    ],
-)
-def test_wrong_interface_or_port(jobs, variable, value, reason):
+def test_wrong_interface(jobs):
     """A line that was copied from another cluster."""
     command = [*TWO_TASKS, "job.sh", *SYNTHETIC]
-    result = sbatch(jobs, "multi_node", *command, **{variable: value})
+    result = sbatch(jobs, "multi_node", *command, GLOO_SOCKET_IFNAME="eth7")
     assert_failed(
         result,
         r"^main.py: error: rank . of 2 on node1 \(cpu:0\) cannot join the others "
-        f".*{re.escape(reason)}",
+        ".*Unable to find address for: eth7",
     )
     assert "Traceback" not in result.output, result
 
 
-def test_nobody_at_master_addr(jobs):
-    """Every rank notices that soon."""
-    address = jobs.cluster.address("node1").rpartition(".")[0] + ".99"
-    srun = ["srun", "--kill-on-bad-exit=1", *MAIN]
-    env = {"MASTER_ADDR": address, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    result = salloc(jobs, "multi_node", *TWO_NODES, *srun, **env)
-    assert_failed(result, f"^main.py: error: rank . of 2 .* {JOIN}={address},")
-
-
-@pytest.mark.parametrize("folder", ["multi_node", "imagenet"])
-def test_firewall(jobs, folder):
+def test_firewall(jobs):
     """Between the nodes, it drops what goes to the ports of job.sh.
 
     A connection fails after 3 seconds here, and not after a minute.
@@ -231,7 +206,7 @@ def test_firewall(jobs, folder):
     jobs.on("node2", "bash", "-c", retries.format(1))
     try:
         command = [*TWO_NODES, "job.sh", *SYNTHETIC]
-        result = sbatch(jobs, folder, *command, IMAGENET_DIR="")
+        result = sbatch(jobs, "multi_node", *command)
     finally:
         jobs.on("node2", "bash", "-c", retries.format(6))
         jobs.on("node1", *"ip rule add pref 0 lookup local".split())

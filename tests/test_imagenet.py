@@ -99,32 +99,36 @@ def test_array(user):
     assert [(folder / "best.pt").exists() for folder in made] == [True, True]
 
 
-@pytest.mark.parametrize(
-    "archives, arguments, message",
-    [
-        (
-            "",
-            [],
-            r"^main.py: error: on node\d: no data in /tmp/slurm-job-\d+-cluster/data: "
-            "for job.sh, set IMAGENET_DIR to the archives; else run prepare_data.py",
-        ),
-        (
-            "/no/such/folder",
-            [],
-            r"^prepare_data.py: error: cannot stage /no/such/folder in \S+ on node\d: "
-            ".*No such file",
-        ),
-        (  # With --data-dir, nothing is staged.
-            "/no/such/folder",
-            ["--data-dir", "/no/data"],
-            r"^main.py: error: on node\d: no data in /no/data: ",
-        ),
-    ],
-)
-def test_missing_data(user, archives, arguments, message):
+MISSING = [  # archives, arguments, message
+    (
+        "",
+        [],
+        r"^main.py: error: on node\d: no data in /tmp/slurm-job-\d+-cluster/data: "
+        "for job.sh, set IMAGENET_DIR to the archives; else run prepare_data.py",
+    ),
+    (
+        "/no/such/folder",
+        [],
+        r"^prepare_data.py: error: cannot stage /no/such/folder in \S+ on node\d: "
+        ".*No such file",
+    ),
+    (  # With --data-dir, nothing is staged.
+        "/no/such/folder",
+        ["--data-dir", "/no/data"],
+        r"^main.py: error: on node\d: no data in /no/data: ",
+    ),
+]
+
+
+def test_missing_data(user):
     """One line says what to do, and the job is not tried again."""
-    result = user.wait(user.train(*arguments, flags=ONE, IMAGENET_DIR=archives))
-    assert (result.state, result.restarts) == ("FAILED", 0), result
-    assert result.find(message), result
-    for text in ("Traceback", "World size"):
-        assert text not in result.output, result
+    jobs = [
+        user.train(*arguments, flags=ONE, IMAGENET_DIR=archives)
+        for archives, arguments, _ in MISSING
+    ]
+    for job, (_, _, message) in zip(jobs, MISSING, strict=True):
+        result = user.wait(job)
+        assert (result.state, result.restarts) == ("FAILED", 0), result
+        assert result.find(message), result
+        for text in ("Traceback", "World size"):
+            assert text not in result.output, result

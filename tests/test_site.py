@@ -97,18 +97,6 @@ def test_a_search_shows_what_each_page_is_about(site):
     assert '"Single GPU: train on one GPU with PyTorch"' in index
 
 
-def test_what_commands_print_is_not_cut(site):
-    """Their blocks wrap, but not at an option's hyphens."""
-    text = site["README.html"].path.read_text()
-    block = re.search(
-        r'<div class="highlight-text [^<]*<div.*?main.py: error.*?</div>', text, re.S
-    )
-    assert '<span class="na">--synthetic</span>' in block[0]
-    css = site["README.html"].path.parent / "_static" / "pages.css"
-    rules = dict(re.findall(r"^(\S[^{}\n]*) {([^}]*)}", css.read_text(), re.M))
-    assert "white-space: pre-wrap;" in rules[".highlight-text pre"]
-
-
 def test_first_aid_begins_with_its_contents(site):
     """Not only in the theme's column, which a narrow window does not show."""
     text = site["docs/first_aid/ranks.html"].path.read_text()

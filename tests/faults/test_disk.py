@@ -137,21 +137,6 @@ def test_full_disk_of_the_log(user, undisturbed):
     assert weights(replace(result, output=log)) == undisturbed
 
 
-def test_bad_picture(user, tmp_path):
-    """It is named, and no reason to try again. test_prepare_data.py has more."""
-    source = shutil.copytree(user.env["IMAGENET_DIR"], tmp_path / "archives")
-    train = source / "ILSVRC2012_img_train.tar"
-    content = bytearray(train.read_bytes())
-    start = content.index(b"\xff\xd8\xff", len(content) // 2)  # of a JPEG
-    content[start + 20 : start + 400] = bytes(380)
-    train.write_bytes(content)
-    result = user.wait(user.train(*EPOCHS, IMAGENET_DIR=str(source)))
-    assert_failed(result)
-    message = r"main.py: error: .*n0000000\d_\d+.JPEG"
-    assert re.match(message, errors(result)[0]), result
-    assert len(set(errors(result))) <= 2, result  # one for each node
-
-
 def test_a_node_is_emptied(user, same_end):
     """An epilog of another job removes the folder: one line names it.
 

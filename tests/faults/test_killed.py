@@ -1,13 +1,12 @@
 """SIGKILL to a process of a job, as when memory runs out: the end is the same."""
 
 import os
-import random
 import re
 import signal
 import time
 
 import pytest
-from slurm_jobs import EPOCHS, every_case, weights
+from slurm_jobs import EPOCHS, every_case
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -117,46 +116,3 @@ def test_killed_without_progress(user):
     assert result.restarts == 1
     (error,) = result.find("^job.sh: error: .*")
     assert "no new checkpoint since this start: not requeued" in error, result
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.every_case
-@pytest.mark.parametrize("kills, epochs", [(3, 15), (20, 40)])
-def test_random_moments(user, kills, epochs):
-    """One job killed so many times, by any process, at any time.
-
-    A user starts it again where it gave up.
-    """
-    start = time.monotonic()
-    undisturbed = weights(user.wait(user.train(f"--epochs={epochs}")))
-    longest = 0.6 * (time.monotonic() - start)
-    job = user.train(f"--epochs={epochs}", "--save-steps=2")
-    killed = 0
-    for kill in range(kills):
-        user.until_found(
-            job,
-            lambda: user.show(job)["JobState"] in ("RUNNING", "COMPLETED"),
-            "start",
-            60,
-        )
-        user.run(["sleep", random.uniform(0, longest)])  # until a moment that is drawn
-        node = random.choice(["node1", "node2"])
-        age = random.choice(["--oldest", "--newest"])
-        if user.show(job)["JobState"] != "RUNNING":
-            assert kill > 0, "it was over before"
-            break
-        if user.kill(node, "", age=age) == 0:
-            killed += 1
-            restarts = user.show(job)["Restarts"]
-            user.until_found(
-                job,
-                lambda restarts=restarts: (
-                    user.show(job)["JobState"] in ("FAILED", "COMPLETED")
-                    or user.show(job)["Restarts"] != restarts
-                ),
-                "end of the killed job",
-                90,
-            )
-            if user.show(job)["JobState"] == "FAILED":
-                assert user.run(["scontrol", "requeue", job]).exit_code == 0
-    assert killed and weights(user.wait(job)) == undisturbed

@@ -30,7 +30,7 @@ StorageType=accounting_storage/mysql
 MARIADBD = "mariadbd --no-defaults --user=root --skip-networking --skip-grant-tables"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def jobs(start_cluster):
     path = os.environ["PATH"] + ":/usr/sbin"
     if not all(shutil.which(each, path=path) for each in ("slurmdbd", "mariadbd")):
@@ -73,13 +73,20 @@ def until(jobs, command: str, pattern: str) -> None:
 
 
 def test_how_the_job_ended(jobs):
-    """Exit codes are those of the first table, in brackets where it has some."""
-    ends = {}
+    """Slurm gives a job the state and the exit code of the first table.
+
+    sacct's are in brackets where it has some.
+    """
+    # Of a job without an error, and in sessions of their own.
+    others = {code for _, code, _ in ROWS} - ENDS.keys()
+    assert others == {"0:0", "0:53", "0:125"}
+    ends, shown = {}, {}
     for state, code, own in ROWS:
         if code in ENDS:
             flags = ["--no-requeue", "--mem=1G", f"--ntasks={1 + (code == '143:0')}"]
             job = jobs.submit("", *flags, f"--wrap={ENDS[code]}")
             ends[job] = f"{state} .*{own or code}"
+            shown[job] = (state, code)
     again = "[ $SLURM_RESTART_COUNT ] || scontrol requeue $SLURM_JOB_ID; sleep 1"
     ends[jobs.submit("", f"--wrap={again}")] = r"REQUEUED (?s:.*)COMPLETED"
     for node, end in (("node1", "PREEMPTED"), ("node2", "NODE_FAIL")):
@@ -91,6 +98,8 @@ def test_how_the_job_ended(jobs):
     array = jobs.submit("", *one_fails)
     jobs.submit("", "--nodelist=node1", "--partition=urgent", "--wrap=true")
     jobs.run("scontrol update NodeName=node2 State=DOWN Reason=lost".split())
+    for job, end in shown.items():
+        assert (jobs.wait(job).state, jobs.show(job)["ExitCode"]) == end
     sacct, failed = re.findall(r"^    (sacct --jobs=7 .*)$", PAGE, re.M)
     for job, end in ends.items():
         until(jobs, sacct.replace("=7", f"={job}"), rf"(?m)^{job} +{end}")

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from slurm_jobs import REPOSITORY, call, listings
+from slurm_jobs import IMAGENET_EPOCH_LINE, REPOSITORY, call, listings
 
 PAGE = (REPOSITORY / "docs" / "after_a_job.rst").read_text()
 ONE = "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --mem=2G"
@@ -40,6 +40,7 @@ def test_the_winner_in_a_german_shell(tmp_path, awk):
             f"valid loss 0.2 accuracy {accuracy:.2f}%, 5 images/s, 0% waiting for data"
             for epoch, accuracy in enumerate(found)
         ]
+        assert all(map(IMAGENET_EPOCH_LINE.match, epochs))
         (tmp_path / f"slurm-28_{line}.out").write_text("\n".join(epochs))
     (tmp_path / "sweep.txt").write_text("".join(f"--seed {n}\n" for n in range(1, 5)))
     (command,) = listings(PAGE, r"Which line of the sweep won\?")

@@ -123,25 +123,6 @@ def test_the_pages_say_what_was_seen(session):
         assert not [line for line in shown.splitlines() if line not in session.text]
 
 
-def test_how_the_job_ended(jobs, nothing_left):
-    """Slurm gives a job the state and the exit code of the first table."""
-    states = {code: state for state, code, _ in ROWS}
-    # Of a job without an error, and in sessions of their own.
-    assert states.keys() - ENDS.keys() == {"0:0", "0:53", "0:125"}
-    submitted = {
-        code: jobs.submit(
-            "",
-            f"--ntasks={1 + (code == '143:0')}",
-            "--no-requeue",
-            f"--wrap={command}",
-        )
-        for code, command in ENDS.items()
-    }
-    for code, job in submitted.items():
-        result = jobs.wait(job)
-        assert (result.state, jobs.show(job)["ExitCode"]) == (states[code], code)
-
-
 def test_other_messages(jobs, nothing_left):
     """Some that need no session, no odd disk and no GPU."""
     job = jobs.submit("", "--no-requeue", "--time=1:00", "--wrap=hostname; sleep 60")

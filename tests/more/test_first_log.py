@@ -4,6 +4,7 @@ import re
 
 import pytest
 from slurm_jobs import REPOSITORY, listings
+from test_launch import ONE_EPOCH
 
 PAGE = (REPOSITORY / "README.rst").read_text()
 # What differs from job to job: metrics, numbers of jobs and nodes.
@@ -19,8 +20,7 @@ def shown(page: str, job: str) -> str:
 def test_first_log(jobs):
     *_, right, wrong, _two_nodes = listings(PAGE, "Your first job")
     one = "--cpus-per-task=1"  # on a busy machine, threads would wait for each other
-    short = ["--synthetic", "--epochs=1", "--batch-size=32"]
-    result = jobs.sbatch("single_gpu", one, "job.sh", *short)
+    result = jobs.sbatch("single_gpu", one, "job.sh", *ONE_EPOCH)
     assert result.state == "COMPLETED", result
     lines = shown(result.output, str(jobs.clone)).splitlines()
     assert lines[-2:] == shown(right, str(jobs.clone)).splitlines(), result

@@ -45,17 +45,10 @@ def lowest(cluster, clone, archive, tmp_path_factory) -> Jobs:
 
 def test_every_start(lowest):
     """By srun and by torchrun."""
-    torchrun = "uv run --no-sync torchrun --standalone --nproc-per-node=2 main.py"
     two = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2"]
-    wrap = [
-        "--nodes=1",
-        f"--wrap={TMPDIR}{torchrun} {' '.join(ONE_EPOCH)} --data-dir={{}}",
-    ]
-    wrap[1] = wrap[1].format(f"'{lowest.env['CIFAR10_ARCHIVE'].rpartition('/')[0]}'")
     cases = [  # folder, flags and script, ranks
         ("single_gpu", ["job.sh", *ONE_EPOCH], 1),
         ("multi_gpu", [*two, "job.sh", *ONE_EPOCH], 2),
-        ("multi_gpu", wrap, 2),
         ("multi_node", [*TWO, "job.sh", *ONE_EPOCH], 2),
         ("multi_node", [*TWO, "job_torchrun.sh", *ONE_EPOCH], 2),
     ]

@@ -256,16 +256,16 @@ else:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_frameworks_are_alone(jobs: Jobs, project, frameworks):
-    """A run of each script of the page and one of torchrun, at once, each alone."""
+    """A run of two scripts of the page and one of torchrun, at once, each alone."""
     python = f"{frameworks}/bin/python"
     folder = project(*EACH_LINE, python=python, program=FRAMEWORKS)
-    names = ("lightning", "trainer", "accelerate")
+    names = ("lightning", "accelerate")
     lines = [f"'{REPOSITORY}/docs/your_training/{name}/main.py'" for name in names]
     (folder / "sweep.txt").write_text("\n".join([*lines, "torchrun", ""]))
-    flags = [*ONE, "--ntasks-per-node=4", "--mem=8G"]
+    flags = [*ONE, "--ntasks-per-node=3", "--mem=8G"]
     result = jobs.sbatch(folder, *flags, "job.sh", OMP_NUM_THREADS="1")
-    ends = ["^Epoch 4: loss ", "'eval_loss': .*'epoch': '5'", "^Epoch 4: loss "]
-    for number, end in enumerate([*ends, "^Epoch 4: world size 1$"], 1):
+    ends = ["^Epoch 4: loss ", "^Epoch 4: loss ", "^Epoch 4: world size 1$"]
+    for number, end in enumerate(ends, 1):
         log = (folder / "runs" / result.job / str(number) / "log").read_text()
         assert len(re.findall(end, log, re.M)) == 1, log
     assert (result.state, result.restarts) == ("COMPLETED", 0), result

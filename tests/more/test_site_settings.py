@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from conftest import start_jobs
 from drawn_imagenet import draw_imagenet
-from slurm_jobs import TINY, every_case, listings
+from slurm_jobs import TINY, listings
 from test_imagenet_page import PAGE, joined, make_smaller
 from test_launch import ONE_EACH, ONE_EPOCH, SMALL, TWO_EACH, trained
 
@@ -31,10 +31,6 @@ echo export TMPDIR={FOLDER}
 echo export OMP_NUM_THREADS=1
 echo export http_proxy=http://proxy.invalid:3128
 """
-SITES = {
-    "a folder for each job": (OF_THE_JOB, f"{SITE}/root.JOB.0"),
-    "/tmp": ("echo export SLURM_TMPDIR=/tmp", "/tmp"),
-}
 CASES = {  # folder and script: flags, ranks
     "single_gpu/job.sh": (["--nodelist=node1"], 1),
     "multi_gpu/job.sh": (["--nodelist=node2", *TWO_EACH], 2),
@@ -95,18 +91,17 @@ def finished(result, name: str, data: str) -> None:
     assert result.find(f"^  data_dir: {data}/data$"), result
 
 
-@pytest.mark.parametrize("site", SITES)
-def test_sbatch(jobs, site):
-    task_prolog, disk = SITES[site]
+def test_sbatch(jobs):
+    """Each job has a folder of the site's own."""
     submitted = {}
     for name, (flags, _) in CASES.items():
         folder, script = name.split("/")
         arguments = IMAGENET if folder == "imagenet" else ONE_EPOCH
         command = [*SMALL, *flags, script, *arguments]
-        submitted[name] = jobs.submit(folder, *command, TASK_PROLOG=task_prolog)
+        submitted[name] = jobs.submit(folder, *command, TASK_PROLOG=OF_THE_JOB)
     for name, job in submitted.items():
-        own = rf"/slurm-job-{job}-cluster(\.\d+)?"
-        finished(jobs.wait(job), name, disk.replace("JOB", job) + own)
+        own = rf"{SITE}/root.{job}.0/slurm-job-{job}-cluster(\.\d+)?"
+        finished(jobs.wait(job), name, own)
 
 
 # Under salloc, people put the data of the first examples there, and remove it.
@@ -118,10 +113,8 @@ srun uv run --no-sync python main.py {arguments}
 """
 
 
-@pytest.mark.parametrize("site", every_case(*SITES))
-def test_salloc_and_srun(jobs, site, tmp_path):
+def test_salloc_and_srun(jobs, tmp_path):
     """main.py takes the site's folder. imagenet's page names one of the job's own."""
-    task_prolog, disk = SITES[site]
 
     def start(name):
         flags, tasks = CASES[name]
@@ -137,7 +130,7 @@ def test_salloc_and_srun(jobs, site, tmp_path):
             salloc, script = line.split(), "\n".join(lines)
         script = f'echo "This is job $SLURM_JOB_ID"\n{script}'
         command = [*salloc, *flags, "bash", "-euc", script]
-        env = {"TASK_PROLOG": task_prolog, "SCRATCH": str(tmp_path)}
+        env = {"TASK_PROLOG": OF_THE_JOB, "SCRATCH": str(tmp_path)}
         return jobs.run(command, name.split("/")[0], **env)
 
     with ThreadPoolExecutor() as pool:
@@ -145,8 +138,9 @@ def test_salloc_and_srun(jobs, site, tmp_path):
         results = list(pool.map(start, names))
     for name, result in zip(names, results, strict=True):
         (job,) = result.find("^This is job (.*)$")
-        own = f"/tmp/slurm-job-{job}-cluster" if "imagenet" in name else disk
-        finished(result, name, own.replace("JOB", job))
+        site = f"{SITE}/root.{job}.0"
+        own = f"/tmp/slurm-job-{job}-cluster" if "imagenet" in name else site
+        finished(result, name, own)
 
 
 LONG = f"{SITE}/{'long' * 25}"
