@@ -2,7 +2,6 @@
 
 import argparse
 import atexit
-import contextlib
 import functools
 import hashlib
 import io
@@ -83,23 +82,17 @@ class Images:
             return f"{self.archive.name}: {self.split}/{name}"
         return f"{self.folder}/{name}"
 
-    @contextlib.contextmanager
-    def naming(self, i: int):
-        """Name this image if what is done with it fails."""
-        try:
-            yield
-        except Exception as error:  # of several libraries
-            raise StagingError(
-                f"cannot decode image {self.name(i)} on {HOST}: {error}"
-            ) from None
-
     def read(self, i: int) -> Tensor:
         """Return an image: RGB, uint8, of shape (3, height, width).
 
         Raises StagingError, which names it.
         """
-        with self.naming(i):
+        try:
             return decode(self.read_bytes(i))
+        except Exception as error:  # of several libraries
+            raise StagingError(
+                f"cannot decode image {self.name(i)} on {HOST}: {error}"
+            ) from None
 
     def read_bytes(self, i: int) -> Tensor:
         """Return an image as it is in its file, or was before a zip deflated it."""
@@ -281,7 +274,8 @@ def build_loader(data_set: Dataset, workers: int) -> DataLoader:
     """
     # The workers' sockets lie in the temporary folder. A killed rank would leave them
     # in the site's. What is in the job's own, job.sh removes.
-    tempfile.tempdir = archives.job_folder() or None  # None: the site's
+    folder = archives.job_folder()  # under salloc, perhaps not made yet
+    tempfile.tempdir = folder if os.path.isdir(folder) else None  # None: the site's
     # The path of a socket has 107 bytes at most: if it is longer, the thread that makes
     # it dies, and the training waits.
     if len(tempfile.gettempdir()) > 74:

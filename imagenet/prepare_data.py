@@ -34,13 +34,13 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--source",
-        type=Path,
+        type=lambda path: Path(path).expanduser(),
         default=os.environ.get("IMAGENET_DIR", "."),
         help="folder of archives, or a .zip or .tar of class folders",
     )
     add(
         "--data-dir",
-        type=Path,
+        type=lambda path: Path(path).expanduser(),
         default=find_data_dir(),
         help="where to stage, on the node's own disk",
     )
@@ -271,7 +271,8 @@ def remove_abandoned() -> None:
             ended = found and found[1] not in jobs
             if ended and folder.lstat().st_uid == os.geteuid():
                 shutil.rmtree(folder, ignore_errors=True)
-                logging.info(f"removed {folder}, left by a job of yours that has ended")
+                if not folder.exists():
+                    logging.info(f"removed {folder}, which an ended job of yours left")
     except (OSError, subprocess.CalledProcessError):
         pass  # squeue says why, or another job has just removed it
 

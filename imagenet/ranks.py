@@ -20,7 +20,7 @@ def gather(value) -> list:
     return values
 
 
-def do_on_rank_0(failure: str, function: Callable, *arguments):
+def do_on_rank_0(failure: str, function: Callable):
     """Call a function on rank 0 while the others wait; return on all what it returns.
 
     An error there is raised as RunError on all, with `failure` and the reason.
@@ -28,7 +28,7 @@ def do_on_rank_0(failure: str, function: Callable, *arguments):
     answer = None
     if dist.get_rank() == 0:
         try:
-            answer = function(*arguments)
+            answer = function()
         except RunError as error:
             answer = error
         except OSError as error:

@@ -83,7 +83,8 @@ def main() -> None:
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
             f"{rate:.0f} images/s"
         )
-        check_losses(train_loss, valid_loss)
+        if not math.isfinite(train_loss + valid_loss):
+            fail("the loss is not finite: nothing is saved")
     try:
         # Before the test: an error in it must not lose them.
         if dist.get_rank() == 0:
@@ -369,14 +370,6 @@ def check_master_addr() -> None:
         # The node refuses while rank 0 is not ready. A firewall would just be silent.
         if errors.subgroup(ConnectionRefusedError) is None:
             raise errors.exceptions[0] from None
-
-
-def check_losses(*losses: float) -> None:
-    """End a training run that has diverged: its weights are worth nothing."""
-    if not math.isfinite(sum(losses)):
-        logging.warning("main.py: error: the loss is not finite: nothing is saved")
-        dist.barrier()  # or srun might end rank 0 before it has said so
-        sys.exit(1)
 
 
 def find_weights_file() -> Path:

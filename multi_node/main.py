@@ -87,7 +87,8 @@ def main() -> None:
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
             f"{rate:.0f} images/s"
         )
-        check_losses(train_loss, valid_loss)
+        if not math.isfinite(train_loss + valid_loss):
+            fail("the loss is not finite: nothing is saved")
     try:
         # Before the test: an error in it must not lose them.
         if dist.get_rank() == 0:
@@ -395,14 +396,6 @@ def check_gpus(device: torch.device) -> None:
             f"{socket.gethostname()} computes in {find_dtype(device)}, other ranks in "
             "another type: ask for GPUs of one kind, as in --gpus-per-node=a100:4"
         )
-
-
-def check_losses(*losses: float) -> None:
-    """End a training run that has diverged: its weights are worth nothing."""
-    if not math.isfinite(sum(losses)):
-        logging.warning("main.py: error: the loss is not finite: nothing is saved")
-        dist.barrier()  # or srun might end rank 0 before it has said so
-        sys.exit(1)
 
 
 def find_weights_file() -> Path:

@@ -72,7 +72,8 @@ def main() -> None:
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
             f"{rate:.0f} images/s"
         )
-        check_losses(train_loss, valid_loss)
+        if not math.isfinite(train_loss + valid_loss):
+            fail("the loss is not finite: nothing is saved")
     try:
         # Before the test: an error in it must not lose them.
         save_weights(model, weights_file)
@@ -277,13 +278,6 @@ def find_device() -> torch.device:
             "node; to train on the CPU, write env CUDA_VISIBLE_DEVICES= before python"
         )
     return device
-
-
-def check_losses(*losses: float) -> None:
-    """End a training run that has diverged: its weights are worth nothing."""
-    if not math.isfinite(sum(losses)):
-        logging.warning("main.py: error: the loss is not finite: nothing is saved")
-        sys.exit(1)
 
 
 def find_weights_file() -> Path:

@@ -66,8 +66,10 @@ def read(data_dir: Path) -> dict[str, bytes]:
         images = Images(data_dir, split)
         for i, name in enumerate(images.index["name"].tolist()):
             assert images.classes[images.labels[i]] == name.decode().split("/")[0]
-            with images.naming(i):
+            try:
                 data = images.read_bytes(i).numpy().tobytes()
+            except Exception as error:  # as read() does
+                raise StagingError(f"decode image {images.name(i)}: {error}") from None
             found[f"{split}/{name.decode()}"] = data
     return found
 

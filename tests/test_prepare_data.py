@@ -831,7 +831,7 @@ def test_what_ended_jobs_have_left(imagenet, data_dir, tmp_path, monkeypatch):
     assert "removed" not in run(imagenet.source, data_dir)
     monkeypatch.setenv("SLURM_JOB_ID", "900000000")
     output = run(imagenet.source, data_dir)
-    assert f"{HOST}: removed {left}, left by a job of yours" in output
+    assert f"{HOST}: removed {left}, which an ended job of yours left" in output
     assert not left.exists()
 
 

@@ -1,8 +1,11 @@
 """Where main.py looks for the data."""
 
+import os
 import re
+import sys
 
 import pytest
+from slurm_jobs import REPOSITORY, call
 from test_arguments import EXAMPLES, refused, run
 
 # Nobody listens there.
@@ -34,8 +37,14 @@ def test_home_folder_that_the_shell_has_left(tmp_path):
     environment = OFFLINE | {"HOME": str(tmp_path)}
     line = refused(tmp_path, "multi_node", "--data-dir=~/data", **environment)
     assert f"no whole CIFAR-10 in {tmp_path}/data on " in line
-    small = "--synthetic --model=dummy --image-size=32 --epochs=1 --workers=0 "
+    small = "--synthetic --model=dummy --image-size=32 --epochs=1 --workers=1 "
     small += "--limit-train-samples=16 --limit-valid-samples=8 --checkpoint-dir=~/new"
-    status, text = run(tmp_path, "imagenet", *small.split(), HOME=str(tmp_path))
+    # As under salloc, where nobody has made this folder yet.
+    job = {"LOCAL_JOB_DIR": f"{tmp_path}/slurm-job-7-none", "SLURM_JOB_ID": "7"}
+    status, text = run(tmp_path, "imagenet", *small.split(), HOME=str(tmp_path), **job)
     assert status == 0 and (tmp_path / "new" / "best.pt").exists(), text
     assert {path.name for path in tmp_path.iterdir()} == {"data", "new"}
+    prepare_data = REPOSITORY / "imagenet" / "prepare_data.py"
+    command = [sys.executable, prepare_data, "--source=~/none", "--data-dir=~/staged"]
+    text = call(command, cwd=tmp_path, env=os.environ | {"HOME": str(tmp_path)}).output
+    assert f"cannot stage {tmp_path}/none in {tmp_path}/staged on " in text

@@ -58,7 +58,7 @@ def train(folder, archive, example: str, world_size: int, *arguments: str) -> li
 
 @EXAMPLES
 def test_loss_that_is_not_finite(tmp_path, archive, example, world_size):
-    """All ranks end after that epoch, rank 0 with one line that says why."""
+    """All ranks end after that epoch, with one line that says why."""
     older = tmp_path / "model-none.pt"
     older.write_bytes(OLDER)
     arguments = ["--epochs=3", "--learning-rate=1e30"]
@@ -67,7 +67,7 @@ def test_loss_that_is_not_finite(tmp_path, archive, example, world_size):
     *_, epoch, error = text.splitlines()
     assert re.match(r"Epoch 1: .*loss (nan|inf)", epoch), text
     assert error == "main.py: error: the loss is not finite: nothing is saved", text
-    assert others == [(1, "")] * (world_size - 1)
+    assert others == [(1, f"{error}\n")] * (world_size - 1)
     assert older.read_bytes() == OLDER and list(tmp_path.iterdir()) == [older]
 
 
