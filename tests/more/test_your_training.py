@@ -315,6 +315,25 @@ def test_what_comes_back(jobs, tmp_path):
     jobs.until(limited, again)
     jobs.run(["scontrol", "update", f"job={limited}", "TimeLimit=10"])
 
+    # When it is warned, the disk of its log is full.
+    disk = "/tmp/logs"
+    mount = f"mkdir {disk} && mount -t tmpfs -o size=64k none {disk}"
+    jobs.on("node1", "sh", "-c", mount)
+    unsaid = submit("warned", *ONE, "--nodelist=node1", f"--output={disk}/log")
+    waits = ["grep", "-q", "^waits", f"{disk}/log"]
+    jobs.until_found(
+        unsaid, lambda: jobs.on("node1", *waits).exit_code == 0, "waits", 120
+    )
+    fill = f"cat /dev/zero > {disk}/rest; cat /dev/zero >> {disk}/log"
+    assert "No space left" in jobs.on("node1", "sh", "-c", fill).output
+    jobs.run(["scancel", "--signal=USR1", unsaid])
+    jobs.until_found(
+        unsaid, lambda: jobs.show(unsaid)["Restarts"] == "1", "a requeue", 120
+    )
+    jobs.on("node1", "rm", f"{disk}/rest")
+    ended(unsaid, "COMPLETED", 1)
+    jobs.on("node1", "sh", "-c", f"umount {disk} && rmdir {disk}")
+
     ended(preempted, jobs.state_after_preemption(), 1)
     for job in (limited, requeued):
         ended(job, "COMPLETED", 1)
