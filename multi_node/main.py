@@ -458,9 +458,9 @@ def read_cifar10(data_dir: str) -> list[Tensor]:
     except (OSError, RuntimeError) as error:
         fail(
             f"no whole CIFAR-10 in {os.path.abspath(data_dir)} on "
-            f"{socket.gethostname()}, and no download ({error}; in a container, --bind "
-            "that folder): set CIFAR10_ARCHIVE for job.sh; without job.sh, put "
-            f"{CIFAR10.filename} there; or use --synthetic"
+            f"{socket.gethostname()}, and no download ({error}): set "
+            f"CIFAR10_ARCHIVE for job.sh; without job.sh, put {CIFAR10.filename} "
+            "there; or use --synthetic; in a container, --bind that folder"
         )
     tensors = []
     for part in parts:
