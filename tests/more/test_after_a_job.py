@@ -36,8 +36,8 @@ def test_the_winner_in_a_german_shell(tmp_path, awk):
     accuracies = {1: (98.10, 98.2), 2: (9.5, 98.15), 3: (98.9, 98.05), 4: (97.99, 9.9)}
     for line, found in accuracies.items():
         epochs = [
-            f"Epoch {epoch}: train loss 0.1 accuracy 99.00%, "
-            f"valid loss 0.2 accuracy {accuracy:.2f}%, 5 images/s, 0% waiting for data"
+            f"Epoch {epoch}: train loss 0.100 accuracy 99.00%, "
+            f"valid loss 0.200 accuracy {accuracy:.2f}%, 5 images/s, 0% waiting for data"
             for epoch, accuracy in enumerate(found)
         ]
         assert all(map(IMAGENET_EPOCH_LINE.match, epochs))
