@@ -37,7 +37,8 @@ def test_the_winner_in_a_german_shell(tmp_path, awk):
     for line, found in accuracies.items():
         epochs = [
             f"Epoch {epoch}: train loss 0.100 accuracy 99.00%, "
-            f"valid loss 0.200 accuracy {accuracy:.2f}%, 5 images/s, 0% waiting for data"
+            f"valid loss 0.200 accuracy {accuracy:.2f}%, "
+            "5 images/s, 0% waiting for data"
             for epoch, accuracy in enumerate(found)
         ]
         assert all(map(IMAGENET_EPOCH_LINE.match, epochs))
