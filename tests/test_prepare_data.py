@@ -50,8 +50,6 @@ from archives import (  # noqa: E402
 )
 from data import Images, Synthetic, decode, list_tree  # noqa: E402
 
-# pytest shows all warnings.
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding")
 FORMS = [(), ("--extract",), ("--resize=32",)]
 JPEG = b"\xff\xd8\xff"
 TINY = "tiny-imagenet-200.zip"
