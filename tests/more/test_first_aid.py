@@ -31,7 +31,7 @@ ENDS = {
     "139:0": PYTHON.format("os.kill(os.getpid(), 11)"),
     "143:0": PYTHON.format(VICTIM),
     "0:9": "kill -9 $$",
-    "0:15": "scancel $SLURM_JOB_ID; sleep 60",
+    "0:15": "scancel $SLURM_JOB_ID; exec sleep 60",
 }
 SESSIONS = [
     session for page in first_aid.PAGES for session in first_aid.read_sessions(page)
