@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-parser = argparse.ArgumentParser(description=__doc__)
+parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
 add = parser.add_argument
 add("--model", default="pretrained", help="the folder of the model to start from")
 add("--batch-size", type=int, default=64, help="samples of a step, in all")
@@ -47,10 +47,14 @@ elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
 partial = f"{run_dir}/partial"  # what is not whole yet
-data = f"{run_dir}/samples.npy"  # of pack.py, as it was at this job's first start
-with contextlib.suppress(OSError):  # it is there, or this disk has no hard links
-    os.link("samples.npy", data)
-samples = np.load(data if os.path.exists(data) else "samples.npy", mmap_mode="r")
+found = glob(f"{run_dir}/checkpoint-*")
+kept = f"{run_dir}/samples.npy"  # the data of these checkpoints
+data = kept if found and os.path.exists(kept) else "samples.npy"
+if not os.path.exists(data):
+    parser.error("no samples.npy: run pack.py")
+if min(args.batch_size, args.micro_batch_size, args.copies, args.epochs) < 1:
+    parser.error("a number is less than 1")
+samples = np.load(data, mmap_mode="r")
 steps = len(samples) // args.batch_size  # of an epoch
 total = args.epochs * steps
 if not os.path.exists(f"{args.model}/config.json"):
@@ -64,7 +68,12 @@ if os.path.exists(f"{run_dir}/model"):
 if steps == 0:
     parser.error(f"{len(samples)} samples, and a step takes {args.batch_size}")
 if args.batch_size % (world_size * args.micro_batch_size):
-    parser.error(f"no batch of {args.batch_size} on {world_size} ranks")
+    parser.error(
+        f"no batch of {args.batch_size} on {world_size} ranks, "
+        f"{args.micro_batch_size} samples at a time"
+    )
+if args.resume and not os.path.exists(f"{args.resume}/.metadata"):
+    parser.error(f"no checkpoint in {args.resume}")
 if world_size % args.copies:
     parser.error(f"no {args.copies} copies on {world_size} ranks")
 
@@ -96,18 +105,32 @@ weights = {name: w for name, w in model.state_dict().items() if name not in tied
 optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.95))
 run = {"model": model, "optimizer": optimizer}
 
-found = glob(f"{run_dir}/checkpoint-*")
 path = [max(found, key=lambda path: int(path.split("-")[-1]), default=args.resume)]
 if rank == 0:
     shutil.rmtree(partial, ignore_errors=True)  # of a job that was killed
+    # pack.py may replace the file that this job begins with.
+    if data != kept and run_dir != ".":
+        with contextlib.suppress(OSError):  # a disk without hard links
+            if os.path.exists(kept):
+                os.remove(kept)
+            os.link(data, kept)
 dist.broadcast_object_list(path)  # rank 0 decides for all
 first = int(path[0].split("-")[-1]) if path[0] else 0
+if path[0] == args.resume and first >= total:
+    raise SystemExit(f"main.py: error: {path[0]} is step {first}, the last is {total}")
+if rank == 0 and path[0]:
+    print(f"Resumed {path[0]}: step {first} of {total}", flush=True)
 try:
     if path[0]:
         get_optimizer_state_dict(model, optimizer)  # makes what load fills
         dcp.load(run, checkpoint_id=path[0])
     else:
-        dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(args.model))
+        reader = dcp.HuggingFaceStorageReader(args.model)
+        names = reader.read_metadata().state_dict_metadata.keys()
+        if others := names - weights.keys() - tied.keys():
+            other = min(others)
+            raise SystemExit(f"main.py: error: {args.model}: not in its model: {other}")
+        dcp.load(weights, storage_reader=reader)
 except dcp.CheckpointException as failure:
     reason = next(iter(failure.failures.values()))[0]
     raise SystemExit(f"main.py: error: {path[0] or args.model}: {reason}") from None
@@ -128,6 +151,8 @@ def save(name, content, writer):
     try:
         dcp.save(content, storage_writer=writer)
     except dcp.CheckpointException as failure:  # the same on all ranks
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # this makes room
         reason = next(iter(failure.failures.values()))[0]
         raise SystemExit(f"main.py: error: {name}: disk full? {reason}") from None
     if rank == 0:
@@ -142,6 +167,8 @@ for step in range(first, total):
     order = np.random.default_rng(step // steps).permutation(len(samples))
     batch = order[: steps * args.batch_size].reshape(steps, -1)[step % steps]
     count = int((samples[batch, 1] >= 0).sum())  # targets of all ranks
+    if samples[batch, 0].max() >= model.get_input_embeddings().num_embeddings:
+        raise SystemExit("main.py: error: a token is not in the model's vocabulary")
     torch.manual_seed(hash((step, rank)))  # of dropout: the same after a resume
     loss = torch.zeros((), device=device)
     for part in batch.reshape(-1, world_size, args.micro_batch_size)[:, rank]:

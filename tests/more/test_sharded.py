@@ -190,7 +190,11 @@ def test_stopped(ranks, make, qwen3):
 
     whole = ranks(folder, *FLAGS, ranks=2)[0]
     # Dropout is there.
+    # An earlier job of this number has left its data.
+    (qwen3 / "without").mkdir()
+    (qwen3 / "without" / "samples.npy").touch()
     without = ranks(qwen3, *FLAGS, "--epochs=1", ranks=2, RUN_DIR="without")[0]
+    assert (qwen3 / "without" / "samples.npy").samefile(qwen3 / "samples.npy")
     assert steps(without)[0] != steps(whole)[0], without
     stopped = run(warn_at="Step 1:")
     assert stopped.exit_code == 1 and len(steps(stopped)) < len(steps(whole)), stopped
@@ -212,6 +216,10 @@ def test_stopped(ranks, make, qwen3):
     right = (disk / "model" / "model-00001-of-00001.safetensors").read_bytes()
     again = run()
     assert again.find(f"^{ERROR}disk/model is there already$"), again
+    (folder / "past").mkdir()
+    past = ["--epochs=1", f"--resume=disk/{last}"]
+    (past,) = ranks(folder, *FLAGS, *past, RUN_DIR="past")
+    assert past.find(rf"^{ERROR}disk/{last} is step \d+, the last is \d+$"), past
     shutil.rmtree(disk / "model")
     failed = run(3, full=True)
     assert failed.exit_code == 1 and not steps(failed), failed
@@ -225,18 +233,23 @@ def test_stopped(ranks, make, qwen3):
 def test_errors(ranks, make):
     """One line says what is wrong."""
     folder = make("llama")
-    for name in ("qwen3", "wide", "talks", "fp8"):
+    for name in ("qwen3", "wide", "shallow", "talks", "fp8"):
         shutil.copytree(folder / "pretrained", folder / name)
     shutil.copy(make("qwen3") / "pretrained" / "config.json", folder / "qwen3")
     config = folder / "wide" / "config.json"
     config.write_text(config.read_text().replace('_size": 48', '_size": 64'))
     config = json.loads((folder / "pretrained" / "config.json").read_text())
+    shallow = config | {"num_hidden_layers": config["num_hidden_layers"] - 1}
+    (folder / "shallow" / "config.json").write_text(json.dumps(shallow))
     config["quantization_config"] = {"quant_method": "fp8"}
     (folder / "fp8" / "config.json").write_text(json.dumps(config))
     shutil.copytree(make("opt") / "pretrained", folder / "opt")
     wrong = {
         "--model=none": "no model in none",
-        "--batch-size=5": "no batch of 5 on 2 ranks",
+        "--batch-size=5": "no batch of 5 on 2 ranks, . samples at a time",
+        "--epochs=0": "a number is less than 1",
+        "--resume=none": "no checkpoint in none",
+        "--model=shallow": r"shallow: not in its model: model.layers.\d.*",
         "--batch-size=1000": r"\d+ samples, and a step takes 1000",
         "--copies=4": "no 4 copies on 2 ranks",
         "--model=qwen3": "qwen3: Missing key in checkpoint state_dict: .*_norm.*",
@@ -256,6 +269,17 @@ def test_errors(ranks, make):
     flags = ["talks", "data.jsonl", "32"]
     (ended,) = ranks(folder, *flags, script=SCRIPTS / "pack.py")
     assert ended.output == "pack.py: error: line 2: no prompt at its beginning\n"
+    flags = ["pretrained", "data.jsonl", "1000000"]
+    (ended,) = ranks(folder, *flags, script=SCRIPTS / "pack.py")
+    assert ended.find(r"^pack.py: error: \d+ tokens are no sample of 1000000$"), ended
+    (folder / "data.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}')
+    (ended,) = ranks(folder, *flags, script=SCRIPTS / "pack.py")
+    assert ended.find("^pack.py: error: line 2: UnicodeDecodeError"), ended
+    samples = np.load(folder / "samples.npy")
+    samples[:, 0] = 1000000
+    np.save(folder / "samples.npy", samples)
+    (ended,) = ranks(folder, *FLAGS)
+    assert ended.find(f"^{ERROR}a token is not in the model's vocabulary$"), ended
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -284,13 +308,13 @@ def test_job(jobs, ranks, make, frameworks):
     jobs.run(["scancel", "--signal=USR1", job])
     name = jobs.until(job, rf"^Saved runs/{job}/(checkpoint-\d+)$")[1]
     shutil.copytree(folder / "runs" / job / name, folder / "kept" / name)
-    right = steps(ranks(folder, *flags, ranks=2, RUN_DIR="alone")[0])
     result = jobs.wait(job)
+    os.replace(alone / "samples.npy", folder / "samples.npy")
+    right = steps(ranks(folder, *flags, ranks=2, RUN_DIR="alone")[0])
     assert (result.state, result.restarts) == ("COMPLETED", 1), result
     assert len(result.find("^Step ")) == len(right), result
     assert_near(steps(result), right)
     first = int(name.split("-")[1])
-    os.replace(alone / "samples.npy", folder / "samples.npy")
     for job in [
         submit(shape, "--resume", f"kept/{name}/") for shape in ("1 x 1", "2 x 2")
     ]:
