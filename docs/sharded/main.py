@@ -53,7 +53,7 @@ data = kept if found and os.path.exists(kept) else "samples.npy"
 if not os.path.exists(data):
     parser.error("no samples.npy: run pack.py")
 if min(args.batch_size, args.micro_batch_size, args.copies, args.epochs) < 1:
-    parser.error("a number is less than 1")
+    parser.error("batches, --copies and --epochs are at least 1")
 samples = np.load(data, mmap_mode="r")
 steps = len(samples) // args.batch_size  # of an epoch
 total = args.epochs * steps
@@ -72,7 +72,7 @@ if args.batch_size % (world_size * args.micro_batch_size):
         f"no batch of {args.batch_size} on {world_size} ranks, "
         f"{args.micro_batch_size} samples at a time"
     )
-if args.resume and not os.path.exists(f"{args.resume}/.metadata"):
+if args.resume and not found and not os.path.exists(f"{args.resume}/.metadata"):
     parser.error(f"no checkpoint in {args.resume}")
 if world_size % args.copies:
     parser.error(f"no {args.copies} copies on {world_size} ranks")
@@ -109,11 +109,10 @@ path = [max(found, key=lambda path: int(path.split("-")[-1]), default=args.resum
 if rank == 0:
     shutil.rmtree(partial, ignore_errors=True)  # of a job that was killed
     # pack.py may replace the file that this job begins with.
-    if data != kept and run_dir != ".":
-        with contextlib.suppress(OSError):  # a disk without hard links
-            if os.path.exists(kept):
-                os.remove(kept)
-            os.link(data, kept)
+    with contextlib.suppress(OSError):  # it is linked, or the disk has no hard links
+        if os.path.exists(kept) and not os.path.samefile(data, kept):
+            os.remove(kept)  # of an older job with this number
+        os.link(data, kept)
 dist.broadcast_object_list(path)  # rank 0 decides for all
 first = int(path[0].split("-")[-1]) if path[0] else 0
 if path[0] == args.resume and first >= total:

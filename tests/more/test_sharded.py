@@ -188,7 +188,7 @@ def test_stopped(ranks, make, qwen3):
         assert "Traceback" not in ended[0].output, ended
         return ended[0]
 
-    whole = ranks(folder, *FLAGS, ranks=2)[0]
+    whole = ranks(folder, *FLAGS, ranks=2, RUN_DIR=str(folder))[0]
     # Dropout is there.
     # An earlier job of this number has left its data.
     (qwen3 / "without").mkdir()
@@ -247,7 +247,7 @@ def test_errors(ranks, make):
     wrong = {
         "--model=none": "no model in none",
         "--batch-size=5": "no batch of 5 on 2 ranks, . samples at a time",
-        "--epochs=0": "a number is less than 1",
+        "--epochs=0": "batches, --copies and --epochs are at least 1",
         "--resume=none": "no checkpoint in none",
         "--model=shallow": r"shallow: not in its model: model.layers.\d.*",
         "--batch-size=1000": r"\d+ samples, and a step takes 1000",
@@ -299,6 +299,7 @@ def test_job(jobs, ranks, make, frameworks):
 
     job = submit("2 x 1")
     jobs.until(job, "^Step 2:")
+    assert (folder / "runs" / job / "samples.npy").samefile(folder / "samples.npy")
     # Other samples are packed for another job.
     alone = folder / "alone"
     alone.mkdir()
