@@ -208,6 +208,7 @@ def test_stopped(ranks, make, qwen3):
         failed
     )
     assert good == {path: path.read_bytes() for path in saved.iterdir()}
+    assert os.listdir(disk) == [saved.name]  # the rest would fill the disk
     resumed = run()
     assert resumed.exit_code == 0, resumed
     assert_near(steps(stopped) | steps(resumed), steps(whole))
