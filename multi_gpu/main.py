@@ -434,7 +434,7 @@ def read_cifar10(data_dir: str) -> list[Tensor]:
             f"no whole CIFAR-10 in {os.path.abspath(data_dir)} on "
             f"{socket.gethostname()}, and no download ({error}): set "
             f"CIFAR10_ARCHIVE for job.sh; without job.sh, put {CIFAR10.filename} "
-            "there; or use --synthetic; in a container, --bind that folder"
+            "there; in a container, --bind that folder; or use --synthetic"
         )
     tensors = []
     for part in parts:

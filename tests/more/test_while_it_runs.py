@@ -40,7 +40,8 @@ def test_debugger(jobs, archive, rank, flags):
         bufsize=0,
     ) as process:
         where = read_until(process.stdout, b"(Pdb) ")
-        assert re.search(r"main\.py\(\d+\)train\(\)", PAGE)[0] in where, where
+        assert "main.py(…)train()" in PAGE
+        assert re.search(r"main\.py\(\d+\)train\(\)", where), where
         process.stdin.write(b"p 'rank', dist.get_rank(), dist.get_world_size()\n")
         assert f"('rank', {rank}, 2)" in read_until(process.stdout, b"(Pdb) ")
         process.stdin.write(b"continue\n")
