@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from first_aid import user_of
 from slurm_jobs import REPOSITORY, Result
+from torch.distributed.checkpoint import FileSystemReader
 
 SCRIPTS = REPOSITORY / "docs" / "sharded"
 MODELS = Path(__file__).parent / "tiny_models.py"
@@ -146,6 +147,20 @@ def assert_near(found: dict, right: dict) -> None:
         assert numbers == pytest.approx(right[step], abs=0.0005), (step, found, right)
 
 
+def written_by(folder: Path) -> dict[int, set[int]]:
+    """Return, for each half of the weights, the ranks that have saved some of it.
+
+    Ranks 0 and 2 are on one node, 1 and 3 on the other: each node has both halves.
+    """
+    (checkpoint,) = folder.glob("checkpoint-*")
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    ranks = {0: set(), 1: set()}
+    for index, place in metadata.storage_data.items():
+        if index.offset:
+            ranks[index.offset[0] > 0].add(int(place.relative_path.split("_")[2]))
+    return ranks
+
+
 @pytest.mark.parametrize(
     "kind, dtype, number, options",
     [
@@ -160,6 +175,8 @@ def test_as_one_process(ranks, make, kind, dtype, number, options):
     ended = ranks(folder, *FLAGS, *options, ranks=number)
     assert [result.exit_code for result in ended] == [0] * number, ended
     assert ended[0].find("^Saved ./model$"), ended
+    if "--copies" in options:
+        assert written_by(folder) == {0: {0, 1}, 1: {2, 3}}
     assert (folder / "model").stat().st_mode & 0o200
     flags = ["train", "pretrained", "model", *FLAGS[1::2]]
     (plain,) = ranks(folder, *flags, script=MODELS)
