@@ -82,6 +82,8 @@ for split, rows in list(data.items()):
     print(f"{split}: {len(rows)} rows, {len(counts)} classes")
     for number, count in sorted(counts.items()):
         print(f"    class {number}, {names[number]}: {count} rows")
-    rows = rows.select_columns([inputs]).rename_column(inputs, "input")
+    rows = rows.select_columns([inputs])
+    if inputs != "input":
+        rows = rows.rename_column(inputs, "input")
     data[split] = rows.add_column("label", labels, feature=ClassLabel(names=names))
 data.save_to_disk(target)

@@ -46,7 +46,7 @@ main() {
     # Slurm ends this job itself: scancel, the time limit, scontrol requeue.
     trap 'trap - EXIT; remove_data; exit 143' TERM
     trap finish EXIT
-    export -f stage fail
+    export -f on_each_node stage fail
     on_each_node bash -euc stage
 
     # This script runs on the first node. Rank 0 listens there, on a port of the job's own.
@@ -77,9 +77,12 @@ stage() {
     chmod -R u+rwX "$LOCAL_JOB_DIR"
 }
 
+# Within a minute: the time limit may be near. The next start of this job removes the rest.
 # With || : no job fails because its folder cannot be removed.
 remove_data() {
-    on_each_node --immediate=30 rm -rf "$LOCAL_JOB_DIR" || rm -rf "$LOCAL_JOB_DIR" || :
+    # shellcheck disable=SC2016 # bash -c expands it
+    timeout 40 bash -c 'on_each_node --immediate=30 rm -rf "$LOCAL_JOB_DIR"' ||
+        timeout 20 rm -rf "$LOCAL_JOB_DIR" || :
 }
 
 # What main.py saves goes to RUN_DIR. A job has the same one when it starts again. That of an

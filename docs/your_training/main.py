@@ -59,7 +59,7 @@ for epoch in range(epochs):
     dist.all_reduce(metrics)
     total, count = metrics
     weights = model.module.state_dict()
-    if not all(weight.isfinite().all() for weight in weights.values()):
+    if any(weight.isnan().any() for weight in weights.values()):
         raise SystemExit(f"main.py: error: NaN in the weights after epoch {epoch}")
     if rank == 0:
         print(

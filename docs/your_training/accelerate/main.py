@@ -45,6 +45,10 @@ def save(epoch, samples):
     accelerator.wait_for_everyone()
 
 
+def any_warned():
+    return accelerator.reduce(torch.tensor(len(warned), device=accelerator.device)) > 0
+
+
 found = max(glob.glob(f"{run_dir}/checkpoint-*"), default=f"{run_dir}/-0-0")
 first, done = map(int, found.split("-")[-2:])
 if not found.endswith("/-0-0"):
@@ -58,7 +62,7 @@ for epoch in range(first, 5):
         optimizer.step()
         done += batch_size
         if done // batch_size % 10 == 0:  # ten steps must take less than the warning
-            if accelerator.reduce(torch.tensor(len(warned), device=loss.device)) > 0:
+            if any_warned():
                 save(epoch, done)
                 raise SystemExit(1)  # not finished: job.sh starts the job again
     done = 0
@@ -70,3 +74,5 @@ for epoch in range(first, 5):
     if accelerator.is_main_process:
         print(f"Epoch {epoch}: loss {loss:.4f}", flush=True)
     save(epoch + 1, 0)
+    if any_warned():  # an epoch may have fewer than ten steps
+        raise SystemExit(1)

@@ -69,7 +69,7 @@ if path[0]:
 def save(name, content):
     """Rank 0 saves, the others wait. The old file stays until the new one is whole."""
     weights = model.module.state_dict().values()
-    if not all(weight.isfinite().all() for weight in weights):
+    if any(weight.isnan().any() for weight in weights):  # -inf may be a mask
         raise SystemExit(f"main.py: error: NaN in the weights: {name} is not saved")
     if rank == 0:
         try:

@@ -26,9 +26,15 @@ class SaveAndStop(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.stop = torch.zeros(1, device=args.device)
         if state.global_step % 10 == 0 and state.epoch % 1 > 0:  # no epoch's last step
-            self.stop += len(warned)
-            dist.all_reduce(self.stop)
-            control.should_save |= self.stop.item() > 0
+            self.agree(control)
+
+    def on_epoch_end(self, args, state, control, **kwargs):  # Trainer evaluates first
+        self.agree(control)
+
+    def agree(self, control):
+        self.stop += len(warned)
+        dist.all_reduce(self.stop)
+        control.should_save |= self.stop.item() > 0
 
     def on_save(self, args, state, control, **kwargs):
         dist.barrier()  # until all have saved
@@ -73,3 +79,4 @@ except Exception:  # such as a full disk: job.sh would take what is not whole fo
             shutil.rmtree(path, ignore_errors=True)  # each rank comes here
     raise
 trainer.save_model(folder / "model")
+dist.barrier()  # srun would end rank 0 a minute after the others

@@ -136,7 +136,9 @@ if path[0]:
     saved = torch.load(path[0], map_location="cpu", weights_only=True)
     model.module.load_state_dict(saved["model"])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]})
-    first, done, best = saved["epoch"], saved["done"], saved["best"]
+    first, done = saved["epoch"], saved["done"]
+    if path[0] != args.resume:  # the best.pt of another job is in its own folder
+        best = saved["best"]
     if saved["scaler"] and scaler.is_enabled():
         scaler.load_state_dict(saved["scaler"])
     if rank == 0:
@@ -147,7 +149,7 @@ if path[0]:
 def save(name, content):
     """Rank 0 saves, the others wait. The old file stays until the new one is whole."""
     weights = model.module.state_dict().values()
-    if not all(weight.isfinite().all() for weight in weights):
+    if any(weight.isnan().any() for weight in weights):  # -inf may be a mask
         raise SystemExit(f"main.py: error: NaN in the weights: {name} is not saved")
     if rank == 0:
         try:
