@@ -196,12 +196,14 @@ def copy_part(
     """Copy a part of an archive to another path; return its images if it is a class."""
     if path != archive:
         with open(archive, "rb") as source, open(path, "r+b") as copy:
+            source.seek(start)
             copy.seek(start)
             while start < end:
-                count = os.sendfile(copy.fileno(), source.fileno(), start, end - start)
-                if count == 0:
+                some = source.read(min(2**20, end - start))
+                if not some:
                     raise StagingError(f"{archive.name} has become shorter")
-                start += count
+                copy.write(some)
+                start += len(some)
     if class_tar is None:
         return []
     with open(path, "rb") as file:  # from memory, if it has just been copied

@@ -156,7 +156,8 @@ class HangWatch:
     def tick(self, doing: str, limit: float | None = None) -> None:
         """Say that the main thread moves, and what it does for at most `limit` s."""
         self.doing, self.last_tick = doing, self.clock
-        self.limit = limit or 0.7 * self.timeout  # the rest is for _name_missing()
+        # The rest is for _name_missing().
+        self.limit = max(limit or 0, 0.7 * self.timeout)
 
     @contextlib.contextmanager
     def paused(self):

@@ -49,7 +49,7 @@ def parse_args() -> argparse.Namespace:
     add("--data-dir", default=data_dir, help="folder that the data goes to")
     add("--data-gb", type=float, default=1.0, help="room that the data takes there")
     add("--cpu", action="store_true", help="to train on the CPU: miss no GPU")
-    add("--timeout", type=int, default=30, help="seconds to wait for the other ranks")
+    add("--timeout", type=int, default=120, help="seconds to wait for the other ranks")
     return parser.parse_args()
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     check_task()
     set_ranks()
     # A dead disk or driver may hold a rank. This ends it, and prints where it was.
-    faulthandler.dump_traceback_later(10 * args.timeout, exit=True)
+    faulthandler.dump_traceback_later(5 * args.timeout, exit=True)
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     mine = {"rank": rank, "node": NODE, "problem": problems, "warning": warnings}
     mine |= look_at_gpu(int(environ["LOCAL_RANK"]), args.cpu)
@@ -239,7 +239,7 @@ def gather(store: dist.Store, moment: str, world_size: int) -> list[dict]:
             lost = (
                 f"it did not come to MASTER_ADDR={environ['MASTER_ADDR']}, "
                 f"MASTER_PORT={environ['MASTER_PORT']}: is the port open between nodes "
-                "(no firewall)? Or it was lost since: see what it says, or Slurm"
+                "(no firewall)? Or it is slow (--timeout), or lost: see what it says"
             )
             reports.append({"rank": rank, "problem": [lost], "warning": []})
     return reports

@@ -115,7 +115,7 @@ if rank == 0:
         os.link(data, kept)
 dist.broadcast_object_list(path)  # rank 0 decides for all
 first = int(path[0].split("-")[-1]) if path[0] else 0
-if path[0] == args.resume and first >= total:
+if path[0] == args.resume and first > total:
     raise SystemExit(f"main.py: error: {path[0]} is step {first}, the last is {total}")
 if rank == 0 and path[0]:
     print(f"Resumed {path[0]}: step {first} of {total}", flush=True)

@@ -222,6 +222,10 @@ def test_full_disk_of_the_node(tmp_path, room):
     subprocess.run(mount, check=True)
     env = {"LOCAL_JOB_DIR": str(disk), "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
     env |= {"SLURM_LOCALID": "0", "ROCR_VISIBLE_DEVICES": "4,5"}
+    (tmp_path / "none.txt").write_text("# 1\n\n")
+    none = {"RUN_DIR": "none"}
+    result = call([RUNS / "each_line", "none.txt"], cwd=tmp_path, env=HOME | env | none)
+    assert result.exit_code == 1 and result.find("none.txt is empty$"), result
     command = [RUNS / "each_line", "sweep.txt", "bash", "-c", "env; echo $0"]
     result = call(command, cwd=tmp_path, env=HOME | env)
     subprocess.run(["umount", disk], check=True)

@@ -238,6 +238,8 @@ def test_stopped(ranks, make, qwen3):
     past = ["--epochs=1", f"--resume=disk/{last}"]
     (past,) = ranks(folder, *FLAGS, *past, RUN_DIR="past")
     assert past.find(rf"^{ERROR}disk/{last} is step \d+, the last is \d+$"), past
+    (again,) = ranks(folder, *FLAGS, f"--resume=disk/{last}", RUN_DIR="past")
+    assert again.find("^Saved past/model$") and not steps(again), again
     shutil.rmtree(disk / "model")
     failed = run(3, full=True)
     assert failed.exit_code == 1 and not steps(failed), failed

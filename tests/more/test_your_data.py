@@ -48,7 +48,12 @@ BertForSequenceClassification(config).save_pretrained(folder)
 NUMBERS = """
 train_set = [(x, float(x.sum())) for x in torch.rand(64, 8)]
 valid_set = train_set[:20]
-build_model = lambda: nn.Linear(8, 1)
+
+
+def build_model():
+    model = nn.Linear(8, 1)
+    model.register_buffer("mask", torch.tensor(-torch.inf))  # it is no NaN
+    return model
 
 
 """
@@ -329,15 +334,15 @@ def test_labels(frameworks, tmp_path):
         "numbers": ["a,10", "b,9", "c,2"] * 9,
     }
     for name, rows in kinds.items():
-        write_tables(tmp_path / name, "text,label", rows)
-    (tmp_path / "words" / "test.csv").write_text("text\nword\n")
-    (tmp_path / "numbers" / "test.csv").write_text("text,label\nword,-1\n")
+        write_tables(tmp_path / name, "input,label", rows)
+    (tmp_path / "words" / "test.csv").write_text("input\nword\n")
+    (tmp_path / "numbers" / "test.csv").write_text("input,label\nword,-1\n")
     (tmp_path / "digits").mkdir()
-    rows = [{"text": "a", "label": str(label)} for label in [10, 9, -1] * 9]
+    rows = [{"input": "a", "label": str(label)} for label in [10, 9, -1] * 9]
     content = "\n".join(map(json.dumps, rows))
     for split in ("train", "validation"):
         (tmp_path / "digits" / f"{split}.jsonl").write_text(content)
-    lists = [[name, f"out/{name}", "text", "label"] for name in (*kinds, "digits")]
+    lists = [[name, f"out/{name}", "input", "label"] for name in (*kinds, "digits")]
     said = to_arrow(frameworks, tmp_path, *lists)
     assert said.count("test is left out: it has no labels\n") == 2, said
     classes = re.findall(r"^train: .*((?:\n    .*)+)", said, re.MULTILINE)
@@ -378,6 +383,7 @@ def test_numbers_and_masks(kind, tmp_path):
     (tmp_path / "main.py").write_text(main)
     command = [sys.executable, "main.py", "--batch-size=4", "--learning-rate=0.05"]
     result = call([*command, "--epochs=9"], cwd=tmp_path, env=ALONE, timeout=400)
+    assert result.find("^Saved ./model.pt$"), result
     found = result.find(r"loss (\S+) over 64 .* valid accuracy (\S+)% of (\d+)$")
     assert len(found) == 9 and float(found[-1][0]) < float(found[0][0]), result
     assert 0 < float(found[-1][1]) <= 100, result
