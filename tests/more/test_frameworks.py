@@ -46,13 +46,14 @@ def losses(log: str, line: str) -> list[str]:
     return list(dict.fromkeys(re.findall(line, log, re.MULTILINE)))
 
 
-def interrupt(jobs: Jobs, job: str, line: str, epochs: int, number: signal.Signals):
-    """Signal a job's ranks in the epoch after so many; return when it is back."""
+def interrupt(jobs: Jobs, job: str, line: str, number: signal.Signals):
+    """Signal a job's ranks after one more epoch; return when it is back."""
+    before = len(losses(jobs.log(job), line))
 
     def trained() -> bool:
-        return len(losses(jobs.log(job), line)) >= epochs
+        return len(losses(jobs.log(job), line)) > before
 
-    jobs.until_found(job, trained, f"{epochs} epochs", 300, pause=0.01)
+    jobs.until_found(job, trained, "another epoch", 300, pause=0.01)
     jobs.interrupt(job, "^Job", number)
     starts = len(re.findall("^Job .* on ", jobs.log(job), re.MULTILINE))
     jobs.until(job, rf"(?s)(^Job .*){{{starts + 1}}}")
@@ -65,8 +66,8 @@ def test_goes_on_in_the_middle_of_an_epoch(jobs, environment, tmp_path, name, ep
     """Warned of the time limit, then of a preemption: the losses are the same."""
     line = LINES[name]
     job = submit(jobs, tmp_path / "stopped twice", name, epochs, environment)
-    interrupt(jobs, job, line, 1, signal.SIGUSR1)
-    interrupt(jobs, job, line, 3, signal.SIGTERM)
+    interrupt(jobs, job, line, signal.SIGUSR1)
+    interrupt(jobs, job, line, signal.SIGTERM)
     undisturbed = submit(jobs, tmp_path / "undisturbed", name, epochs, environment)
     result, expected = jobs.wait(job), jobs.wait(undisturbed)
     assert (result.state, expected.state) == ("COMPLETED", "COMPLETED"), result
