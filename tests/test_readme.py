@@ -50,7 +50,7 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
         (
             "docs/your_training/resume/main.py",
             "docs/your_training/whole/main.py",
-            138,
+            139,
             24,
         ),
         ("docs/your_training/resume/main.py", "docs/runs/search.py", 55, 5),
