@@ -54,16 +54,18 @@ main() {
     # Without this, Slurm's warning could end this shell. It is for main.py, which then saves.
     trap : USR1
     trap finish EXIT
-    export -f on_each_node make_folder remove_folder fail
+    export -f on_each_node make_folder remove_folder name_rank_0 fail
     on_each_node bash -euc make_folder
     if [ -n "$GIT_COMMIT" ]; then use_commit; fi
     type "${python[0]}" &> /dev/null || fail "$(hostname) has no ${python[0]}: uv sync --locked"
     choose_arguments "$@"
     [ -z "$IMAGENET_DIR" ] || on_each_node "${python[@]}" prepare_data.py "${prepare[@]}"
 
-    # This script runs on the first node. Rank 0 listens there, on a port of the job's own. It
-    # is another one after each requeue, because the last one may still be taken.
-    export MASTER_ADDR=$SLURMD_NODENAME$master_suffix
+    # Rank 0 listens on its node, on a port of the job's own. From Slurm 26.05 on, that may be
+    # another node than this script's. The port is another one after each requeue, because the
+    # last one may still be taken.
+    MASTER_ADDR=$(srun bash -c name_rank_0 | sed -n 's/^rank 0 is on //p')$master_suffix
+    export MASTER_ADDR
     port=$((10000 + (SLURM_JOB_ID + 97 * SLURM_RESTART_COUNT) % 20000))
     export MASTER_PORT=${MASTER_PORT:-$port}
     # If ranks cannot meet, export both as INFO to see more.
@@ -98,6 +100,8 @@ remove_folder() {
     # The mark, which * leaves out, goes only if all else has gone.
     rm -rf "$LOCAL_JOB_DIR/data/index.json" "${LOCAL_JOB_DIR:?}"/* && rm -rf "$LOCAL_JOB_DIR"
 }
+
+name_rank_0() { ((SLURM_PROCID)) || echo "rank 0 is on $SLURMD_NODENAME"; }
 
 # Every node takes the commit to its own disk, and the job runs there.
 use_commit() {

@@ -38,11 +38,13 @@ main() {
     export LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.$RANDOM
     # With || : no job fails because its folder cannot be removed.
     trap 'on_each_node --immediate=30 rm -rf "$LOCAL_JOB_DIR" || rm -rf "$LOCAL_JOB_DIR" || :' EXIT
-    export -f stage fail
+    export -f stage name_rank_0 fail
     on_each_node bash -euc stage
 
-    # This script runs on the first node. Rank 0 listens there, on a port of the job's own.
-    export MASTER_ADDR=$SLURMD_NODENAME$master_suffix
+    # Rank 0 listens on its node, on a port of the job's own. From Slurm 26.05 on, that may be
+    # another node than this script's.
+    MASTER_ADDR=$(srun bash -c name_rank_0 | sed -n 's/^rank 0 is on //p')$master_suffix
+    export MASTER_ADDR
     export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
     # If ranks cannot meet, export both as INFO to see more.
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
@@ -63,6 +65,7 @@ stage() {
     # What is read-only in the archive could not be removed.
     chmod -R u+rwX "$LOCAL_JOB_DIR"
 }
+name_rank_0() { ((SLURM_PROCID)) || echo "rank 0 is on $SLURMD_NODENAME"; }
 
 # Checks before the training.
 check_job() {

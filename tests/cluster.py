@@ -298,6 +298,7 @@ class Shape:
     prolog: str = ""
     epilog: str = ""
     task_prolog: str = ""
+    topology: str = ""  # topology.conf: which nodes share a switch
 
 
 def start(lifeline: int | None = None, **shape) -> tuple[Cluster, subprocess.Popen]:
@@ -524,6 +525,8 @@ class Supervisor:
             "Epilog": self.shape.epilog,
             "TaskProlog": self.shape.task_prolog,
         }
+        if self.shape.topology:
+            (self.state / "topology.conf").write_text(self.shape.topology)
         lines = ["PrologFlags=Alloc"]  # when a job begins, and on each of its nodes
         for name, script in scripts.items():
             if script:
@@ -531,7 +534,8 @@ class Supervisor:
                 path.write_text(f"#!/bin/bash\n{script}\n")
                 path.chmod(0o755)
                 lines.append(f"{name}={path}")
-        return lines if self.shape.prolog else lines[1:]
+        plugin = ["TopologyPlugin=topology/tree"] if self.shape.topology else []
+        return plugin + (lines if self.shape.prolog else lines[1:])
 
     def add_host(
         self, name: str, number: int, command: list[str], uptime: str = ""

@@ -46,11 +46,13 @@ main() {
     # Slurm ends this job itself: scancel, the time limit, scontrol requeue.
     trap 'trap - EXIT; remove_data; exit 143' TERM
     trap finish EXIT
-    export -f on_each_node stage fail
+    export -f on_each_node stage name_rank_0 fail
     on_each_node bash -euc stage
 
-    # This script runs on the first node. Rank 0 listens there, on a port of the job's own.
-    export MASTER_ADDR=$SLURMD_NODENAME$master_suffix
+    # Rank 0 listens on its node, on a port of the job's own. From Slurm 26.05 on, that may be
+    # another node than this script's.
+    MASTER_ADDR=$(srun bash -c name_rank_0 | sed -n 's/^rank 0 is on //p')$master_suffix
+    export MASTER_ADDR
     export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
     # If ranks cannot meet, export both as INFO to see more.
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
@@ -76,6 +78,7 @@ stage() {
     # What is read-only in the archive could not be removed.
     chmod -R u+rwX "$LOCAL_JOB_DIR"
 }
+name_rank_0() { ((SLURM_PROCID)) || echo "rank 0 is on $SLURMD_NODENAME"; }
 
 # Within a minute: the time limit may be near. The next start of this job removes the rest.
 # With || : no job fails because its folder cannot be removed.

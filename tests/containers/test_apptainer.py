@@ -22,6 +22,10 @@ from slurm_jobs import REPOSITORY, TINY, TWO, Jobs, listing, weights
 PAGE = (REPOSITORY / "docs" / "containers.rst").read_text()
 LINE = listing("containers.rst", "python=(apptainer").strip()
 OWN = LINE.replace(" -E", "")  # your_training's job.sh unsets variables for Python
+# Slurm 26.05 begins with a whole switch: on node1 and node2, rank 0 is on node2.
+TOPOLOGY = "SwitchName=a Nodes=node[2-3]\nSwitchName=b Nodes=node1\n"
+TOPOLOGY += "SwitchName=c Switches=a,b\n"
+FOUR = "--nodelist=node[1-2] --ntasks-per-node=2 --gpus-per-node=2".split()  # ranks
 DISKS = Path("/srv")  # with `scratch`, the shared one, and `local`, each node's own
 
 # All mounts are in this run's own namespace, see conftest.py. What is written goes to
@@ -125,7 +129,7 @@ def image(runtime, clone) -> Path:
 
 @pytest.fixture(scope="module")
 def jobs(start_cluster, clone, image, archive, tmp_path_factory):
-    with start_cluster(slurm="26.05") as cluster:
+    with start_cluster(slurm="26.05", topology=TOPOLOGY) as cluster:
         jobs = Jobs(cluster, clone, archive, tmp_path_factory.mktemp("logs"))
         jobs.env["APPTAINER_USERNS"] = "1"  # root lacks capabilities here
         for node in cluster.nodes:
@@ -146,6 +150,8 @@ def started(jobs) -> dict[str, str]:
         tasks = 2 if folder == "multi_gpu" else 1
         flags = [*TWO, f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
         flags.append(f"--gpus-per-node={tasks}")
+        if nodes == 2 and script.name == "job.sh":
+            flags += FOUR
         small = ["--epochs=1", *(TINY if folder == "imagenet" else ["--batch-size=4"])]
         job = jobs.submit(folder, *flags, edit(script), *small, IMAGENET_DIR=str(data))
         started[f"{folder}/{script.name}"] = job
@@ -158,7 +164,7 @@ def started(jobs) -> dict[str, str]:
     [
         ("single_gpu/job.sh", 1),
         ("multi_gpu/job.sh", 2),
-        ("multi_node/job.sh", 2),
+        ("multi_node/job.sh", 4),
         ("multi_node/job_torchrun.sh", 2),
     ],
 )
@@ -167,6 +173,13 @@ def test_cifar10(jobs, started, script, ranks):
     result.output = re.sub(r"^\d: ", "", result.output, flags=re.MULTILINE)
     result.trained(ranks, batch_size=4)
     assert result.find(r"^Python 3\.\d+\.\d+$"), result
+
+
+def test_rank_0_is_on_the_second_node(jobs):
+    """The jobs with four ranks have to find it there."""
+    command = ["salloc", "--quiet", *TWO, *FOUR, "srun", "--label", "hostname"]
+    result = jobs.run(command)
+    assert result.find("^0: (.*)$") == ["node2"], result
 
 
 def test_imagenet(jobs, started):
@@ -184,7 +197,7 @@ def test_your_training(jobs):
     shutil.copy(scripts / "whole" / "main.py", folder)
     shutil.copy(scripts / "job.sh", folder)
     job_sh = edit(folder / "job.sh", OWN)
-    job = jobs.submit(folder, *TWO, "--nodes=2", job_sh, "--epochs=8")
+    job = jobs.submit(folder, *TWO, *FOUR, job_sh, "--epochs=8")
     jobs.until(job, "^Epoch 0")
     jobs.run(["scancel", "--signal=USR1", job])
     result = jobs.wait(job)

@@ -52,7 +52,7 @@ def any_warned():
 found = max(glob.glob(f"{run_dir}/checkpoint-*"), default=f"{run_dir}/-0-0")
 first, done = map(int, found.split("-")[-2:])
 if not found.endswith("/-0-0"):
-    accelerator.load_state(found)
+    accelerator.load_state(found, map_location="cpu")  # or AdamW would wait for the GPU
 for epoch in range(first, 5):
     loader.set_epoch(epoch)
     for inputs, targets in skip_first_batches(loader, done // batch_size):

@@ -57,7 +57,7 @@ if not os.path.exists(path[0]):
     path = sys.argv[1:2] or [None]  # another job's: sbatch job.sh runs/8/checkpoint.pt
 dist.broadcast_object_list(path)  # rank 0 decides for all
 if path[0]:
-    saved = torch.load(path[0], map_location="cpu", weights_only=True)
+    saved = torch.load(path[0], map_location="cpu", mmap=True, weights_only=True)
     model.module.load_state_dict(saved["model"])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]})
     first, done = saved["epoch"], saved["done"]

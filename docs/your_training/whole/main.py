@@ -74,7 +74,8 @@ class Seeded:
 
     def __getitem__(self, key):
         epoch, index = key
-        torch.manual_seed(hash((epoch, index)))
+        # Without GPUs' generators: torch.manual_seed() would take 0.1 ms.
+        torch.default_generator.manual_seed(hash((epoch, index)))
         return train_set[index]
 
 
@@ -133,7 +134,7 @@ if not os.path.exists(path[0]):
     path = [args.resume]
 dist.broadcast_object_list(path)  # rank 0 decides for all
 if path[0]:
-    saved = torch.load(path[0], map_location="cpu", weights_only=True)
+    saved = torch.load(path[0], map_location="cpu", mmap=True, weights_only=True)
     model.module.load_state_dict(saved["model"])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]})
     first, done = saved["epoch"], saved["done"]
