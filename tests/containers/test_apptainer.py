@@ -25,7 +25,8 @@ OWN = LINE.replace(" -E", "")  # your_training's job.sh unsets variables for Pyt
 # Slurm 26.05 begins with a whole switch: on node1 and node2, rank 0 is on node2.
 TOPOLOGY = "SwitchName=a Nodes=node[2-3]\nSwitchName=b Nodes=node1\n"
 TOPOLOGY += "SwitchName=c Switches=a,b\n"
-FOUR = "--nodelist=node[1-2] --ntasks-per-node=2 --gpus-per-node=2".split()  # ranks
+# Four ranks there.
+FOUR = "-N2 --nodelist=node[1-2] --ntasks-per-node=2 --gpus-per-node=2".split()
 DISKS = Path("/srv")  # with `scratch`, the shared one, and `local`, each node's own
 
 # All mounts are in this run's own namespace, see conftest.py. What is written goes to
