@@ -46,7 +46,7 @@ main() {
     # Slurm ends this job itself: scancel, the time limit, scontrol requeue.
     trap 'trap - EXIT; remove_data; exit 143' TERM
     trap finish EXIT
-    export -f on_each_node stage name_rank_0 fail
+    export -f on_each_node stage name_rank_0 remove_data fail
     on_each_node bash -euc stage
 
     # Rank 0 listens on its node, on a port of the job's own. From Slurm 26.05 on, that may be
@@ -80,12 +80,9 @@ stage() {
 }
 name_rank_0() { ((SLURM_PROCID)) || echo "rank 0 is on $SLURMD_NODENAME"; }
 
-# Within a minute: the time limit may be near. The next start of this job removes the rest.
 # With || : no job fails because its folder cannot be removed.
 remove_data() {
-    # shellcheck disable=SC2016 # bash -c expands it
-    timeout 40 bash -c 'on_each_node --immediate=30 rm -rf "$LOCAL_JOB_DIR"' ||
-        timeout 20 rm -rf "$LOCAL_JOB_DIR" || :
+    on_each_node --immediate=30 rm -rf "$LOCAL_JOB_DIR" || rm -rf "$LOCAL_JOB_DIR" || :
 }
 
 # What main.py saves goes to RUN_DIR. A job has the same one when it starts again. That of an
@@ -128,7 +125,8 @@ finish() {
     set +e
     # How busy the GPUs were, if gpu_report stands in front of Python.
     [[ ${python[0]} != *gpu_report ]] || "${python[0]}" || true
-    remove_data
+    # The time limit may be near. The next start of this job removes the rest.
+    timeout 60 bash -c remove_data
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
         scontrol update JobId="$this_job" Requeue=0 || :

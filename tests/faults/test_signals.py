@@ -33,7 +33,8 @@ def preempt(user: User, job: str, rank: int) -> None:
     # exec: without cgroups, Slurm may miss a child that the shell has just started.
     sleep = "--wrap=exec sleep infinity"
     other = user.submit("", "--partition=urgent", "--nodes=3", "--exclusive", sleep)
-    user.until(job, r"\*\*\* .* CANCELLED AT ")
+    # Slurm prints the first, unless the step has just begun.
+    user.until(job, r"\*\*\* .* CANCELLED AT |^job.sh: status ")
     with contextlib.suppress(ProcessLookupError):
         # With proctrack/cgroup, Slurm sends it to uv only.
         os.kill(rank, signal.SIGCONT)
