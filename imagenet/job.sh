@@ -62,10 +62,10 @@ main() {
     [ -z "$IMAGENET_DIR" ] || on_each_node "${python[@]}" prepare_data.py "${prepare[@]}"
 
     # Rank 0 listens on its node, on a port of the job's own. From Slurm 26.05 on, that may be
-    # another node than this script's. The port is another one after each requeue, because the
-    # last one may still be taken.
+    # another node than this script's.
     MASTER_ADDR=$(srun bash -c name_rank_0 | sed -n 's/^rank 0 is on //p')$master_suffix
     export MASTER_ADDR
+    # Another one after each requeue, because the last one may still be taken.
     port=$((10000 + (SLURM_JOB_ID + 97 * SLURM_RESTART_COUNT) % 20000))
     export MASTER_PORT=${MASTER_PORT:-$port}
     # If ranks cannot meet, export both as INFO to see more.

@@ -41,7 +41,7 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
         ("multi_gpu/main.py", "multi_node/main.py", 31, 10),
         ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
         ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
-        ("multi_node/job.sh", "multi_node/job_torchrun.sh", 18, 10),
+        ("multi_node/job.sh", "multi_node/job_torchrun.sh", 20, 11),
         ("multi_node/main.py", "imagenet/main.py", 207, 192),
         ("multi_node/job.sh", "imagenet/job.sh", 149, 30),
         # What is shared with multi_node's changes there, too.
