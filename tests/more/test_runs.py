@@ -306,8 +306,8 @@ def test_search(jobs: Jobs, project, frameworks):
         (killed, ["scancel", "--signal=KILL"]),
     ):
         jobs.until(task, "^Trial ")
-        # Of the killed one, only the training, step 1, and not its job.
-        jobs.run([*end, f"{task}.1" if task == killed else task])
+        # Of the killed one, only the training, step 2, and not its job.
+        jobs.run([*end, f"{task}.2" if task == killed else task])
     failed = jobs.wait(killed)
     assert failed.find("no new checkpoint in .*: not started again$"), failed
     assert jobs.run(["scontrol", "requeue", killed]).exit_code == 0
