@@ -82,7 +82,8 @@ name_rank_0() { ((SLURM_PROCID)) || echo "rank 0 is on $SLURMD_NODENAME"; }
 
 # With || : no job fails because its folder cannot be removed.
 remove_data() {
-    on_each_node --immediate=30 rm -rf "$LOCAL_JOB_DIR" || rm -rf "$LOCAL_JOB_DIR" || :
+    rm -rf "$LOCAL_JOB_DIR" || :  # here first: Slurm may leave no time for the other nodes
+    on_each_node --immediate=30 rm -rf "$LOCAL_JOB_DIR" || :
 }
 
 # What main.py saves goes to RUN_DIR. A job has the same one when it starts again. That of an
