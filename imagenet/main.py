@@ -109,6 +109,7 @@ def main() -> None:
         status = 75  # "try again later". For job.sh, any but 0 would do.
     watch.close()
     dist.barrier()
+    time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
     dist.destroy_process_group()
     if status:
         sys.exit(status)

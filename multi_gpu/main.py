@@ -94,6 +94,7 @@ def main() -> None:
         test_loss, test_accuracy = average(metrics)
         logging.info(f"Test loss {test_loss:.3f} accuracy {test_accuracy:.2%}")
         dist.barrier()  # srun may end those that stay longer than the first
+        time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
         dist.destroy_process_group()
 
 

@@ -178,5 +178,6 @@ if rank == 0:
         study.tell(trial, (total / count).item())
     best = study.best_trial
     print(f"Best of {len(study.trials)}:", best.value, best.params, best.user_attrs)
-dist.barrier()  # or gloo, on CPUs, may abort when Python ends
+dist.barrier()  # srun would end rank 0 a minute after the others
+time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
 dist.destroy_process_group()

@@ -211,4 +211,5 @@ if rank == 0:  # the configuration and the tokenizer
     shutil.copytree(args.model, partial, ignore=but_weights, dirs_exist_ok=True)
     shutil.copymode(run_dir, partial)  # the model's folder may be read-only
 save("model", weights, writer)
+time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
 dist.destroy_process_group()

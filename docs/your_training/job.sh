@@ -126,16 +126,18 @@ finish() {
     set +e
     # How busy the GPUs were, if gpu_report stands in front of Python.
     [[ ${python[0]} != *gpu_report ]] || "${python[0]}" || true
-    # The time limit may be near. The next start of this job removes the rest.
-    timeout 60 bash -c remove_data
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
         scontrol update JobId="$this_job" Requeue=0 || :
+        remove_data
     elif [[ $(list_checkpoints) != "$saved_before" || $(show_job) == *PreemptTime=2* ]]; then
         echo "job.sh: status $status: starts again, to resume"
+        # The time limit may be near. The next start of this job removes the rest.
+        timeout 60 bash -c remove_data
         # A busy controller may not answer. A requeue ends this script.
         for _ in {1..12}; do scontrol requeue "$this_job" && break; sleep 10; done
     else
+        remove_data
         fail "status $status, no new checkpoint in $RUN_DIR: not started again"
     fi
 }

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 
 import torch
 import torch.distributed as dist
@@ -68,5 +69,6 @@ for epoch in range(epochs):
         )
         torch.save(weights, f"{run_dir}/partial")
         os.replace(f"{run_dir}/partial", f"{run_dir}/model.pt")
-dist.barrier()  # or gloo, on CPUs, may abort when Python ends
+dist.barrier()  # srun would end rank 0 a minute after the others
+time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
 dist.destroy_process_group()

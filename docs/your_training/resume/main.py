@@ -128,5 +128,6 @@ for epoch in range(first, epochs):
             f"{world_size} x {device.type}"
         )
 save("model.pt", model.module.state_dict())
-dist.barrier()  # or gloo, on CPUs, may abort when Python ends
+dist.barrier()  # srun would end rank 0 a minute after the others
+time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
 dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -80,3 +81,4 @@ except Exception:  # such as a full disk: job.sh would take what is not whole fo
     raise
 trainer.save_model(folder / "model")
 dist.barrier()  # srun would end rank 0 a minute after the others
+time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
