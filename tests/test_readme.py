@@ -37,15 +37,15 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "old, new, most_added, most_removed",
     [
-        ("single_gpu/main.py", "multi_gpu/main.py", 111, 18),
+        ("single_gpu/main.py", "multi_gpu/main.py", 112, 18),
         ("multi_gpu/main.py", "multi_node/main.py", 31, 10),
         ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
         ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
         ("multi_node/job.sh", "multi_node/job_torchrun.sh", 20, 11),
-        ("multi_node/main.py", "imagenet/main.py", 207, 192),
+        ("multi_node/main.py", "imagenet/main.py", 208, 193),
         ("multi_node/job.sh", "imagenet/job.sh", 149, 30),
         # What is shared with multi_node's changes there, too.
-        ("docs/your_training/before.py", "docs/your_training/main.py", 45, 8),
+        ("docs/your_training/before.py", "docs/your_training/main.py", 47, 8),
         ("docs/your_training/main.py", "docs/your_training/resume/main.py", 70, 15),
         (
             "docs/your_training/resume/main.py",
