@@ -54,3 +54,18 @@ def test_on_gpu_names_files_that_exist():
     assert {"single_gpu/main.py", "tests/benchmarks/training_step.py"} <= named
     missing = [name for name in named if not (BENCHMARKS.parents[1] / name).exists()]
     assert not missing
+
+
+@pytest.mark.every_case
+def test_on_gpu_gives_options_that_exist():
+    script = (BENCHMARKS / "on_gpu.sh").read_text()
+    commands = script.replace("\\\n", " ").replace('"', "")
+    pattern = r"(?<![\w/$-])(\w+/main|tests/benchmarks/\w+)(\.py .*)"
+    options = {}
+    for name, arguments in re.findall(pattern, commands):
+        options.setdefault(name, set()).update(re.findall("--[a-z-]+", arguments))
+    assert len(options) >= 6
+    for name, used in options.items():
+        command = [sys.executable, BENCHMARKS.parents[1] / f"{name}.py", "--help"]
+        text = subprocess.check_output(command, text=True)
+        assert used <= set(re.findall("--[a-z-]+", text)), name
