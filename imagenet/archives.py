@@ -286,7 +286,7 @@ def find_images(
         for new in new_names.values()
         if new.startswith("train/") or not class_of
     }
-    check_classes(images, (where, where), folders)
+    check_classes(images, where, folders)
     return images
 
 
@@ -415,21 +415,20 @@ def check_name(name: str, archive: str) -> str:
 
 def check_imagenet(images: list[Member], devkit: Devkit) -> None:
     """Are there as many as the development kit says, and images of each class?"""
-    trained = sum(image.name.startswith("train/") for image in images)
-    validated = len(images) - trained
-    for archive, count, right in (
-        (TRAIN, trained, devkit.train_images),
-        (VAL, validated, len(devkit.val_classes)),
+    for archive, split, right in (
+        (TRAIN, "train", devkit.train_images),
+        (VAL, "val", len(devkit.val_classes)),
     ):
+        count = sum(image.name.startswith(split) for image in images)
         if count != right:
             raise StagingError(
                 f"{archive} has {count} images, and {DEVKIT} says {right}"
             )
-    check_classes(images, (TRAIN, VAL))
+    check_classes(images, "ImageNet")
 
 
 def check_classes(
-    images: list[Member], archives: tuple[str, str], folders: Iterable[str] = ()
+    images: list[Member], where: str, folders: Iterable[str] = ()
 ) -> None:
     """Has each class, and each of these folders, images of both splits?"""
     classes = {"train": set(), "val": set()}
@@ -439,19 +438,19 @@ def check_classes(
         classes[split].add(class_name)
         if image.name in names:
             raise StagingError(
-                f"{archives[-1]}: there are two images {image.name}: remove one"
+                f"{where}: there are two images {image.name}: remove one"
             )
         names.add(image.name)
     everything = classes["train"].union(classes["val"], folders)
     if len(everything) == 1:
         raise StagingError(
-            f"{archives[0]} has a single class, {min(everything)}: "
+            f"{where} has a single class, {min(everything)}: "
             "put the images of each class in a folder of its own"
         )
-    for split, archive in zip(classes, archives, strict=True):
+    for split in classes:
         if missing := everything - classes[split]:
             raise StagingError(
-                f"{archive} has no {split} images of {min(missing)}: "
+                f"{where} has no {split} images of {min(missing)}: "
                 "put JPEG, PNG or WebP into train/CLASS/ and val/CLASS/, "
                 "or remove the class"
             )

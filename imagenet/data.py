@@ -48,22 +48,22 @@ class Images:
     """
 
     def __init__(self, data_dir: Path, split: str):
-        self.data_dir, self.split = Path(data_dir), split
-        self.folder = self.data_dir / split
+        data_dir, self.split = Path(data_dir), split
+        self.folder = data_dir / split
         self.archive = None  # an open file, unless each image is a file
-        index = self.data_dir / f"{split}.npy"
-        staged = self.data_dir / "index.json"  # a tree may have its own
+        index = data_dir / f"{split}.npy"
+        staged = data_dir / "index.json"  # a tree may have its own
         if index.exists() and staged.exists():
             found = json.loads(staged.read_text())
             self.classes = found["classes"]
             self.index = np.load(index, mmap_mode="r")
             if not found["extract"]:
-                self.archive = open(self.data_dir / found["archives"][split], "rb")
+                self.archive = open(data_dir / found["archives"][split], "rb")
         else:
-            self.classes, indices = list_tree(self.data_dir)
+            self.classes, indices = list_tree(data_dir)
             self.index = indices[split]
-            if not (self.data_dir / "train").is_dir():
-                self.folder = self.data_dir  # one in ten of each CLASS/ is held out
+            if not (data_dir / "train").is_dir():
+                self.folder = data_dir  # one in ten of each CLASS/ is held out
         self.labels = self.index["label"]
 
     def __len__(self) -> int:

@@ -145,19 +145,19 @@ finish() {
     # One task of an array is 7_3.
     this_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
     # This waits until Slurm's controller answers. The next lines need it, too.
-    job=$(show_job "$this_job") || true
+    job=$(show_job "$this_job")
     # A controller that has just come back takes some seconds to find its nodes: try three times.
     # The time limit may be near. What stays is removed when you next stage data on that node.
     for _ in 1 2 3; do
         timeout 20 bash -c 'on_each_node --overlap --immediate=10 bash -c remove_folder' && break
         # Where a node is missing, this one removes its own.
-        timeout 20 bash -c remove_folder || true
+        timeout 20 bash -c remove_folder
     done
     # If it was cancelled meanwhile, a requeue would bring it back.
     [ -z "${ended_by_slurm:-}" ] || exit "$status"
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
-        scontrol update JobId="$this_job" Requeue=0 || true
+        scontrol update JobId="$this_job" Requeue=0
     elif [[ ${got_further:-} || $job == *PreemptTime=2* ]]; then  # 2026-…, or None
         echo "job.sh: status $status: to be requeued"
         for _ in {1..12}; do

@@ -51,7 +51,7 @@ class Watch:
             self.waits.append((begin, self._now()))
             # The first step may compile, which takes longer than a hang.
             compiling = self.args.compile and self.steps == 0
-            self.hangs.tick(working, SLOW if compiling else None)
+            self.hangs.tick(working, SLOW if compiling else 0)
             self.steps += 1
             yield batch
             if compiling:  # on a GPU, this rank may be here long before the others
@@ -153,11 +153,11 @@ class HangWatch:
             )
         self.tick("has not asked for a batch yet")
 
-    def tick(self, doing: str, limit: float | None = None) -> None:
+    def tick(self, doing: str, limit: float = 0) -> None:
         """Say that the main thread moves, and what it does for at most `limit` s."""
         self.doing, self.last_tick = doing, self.clock
         # The rest is for _name_missing().
-        self.limit = max(limit or 0, 0.7 * self.timeout)
+        self.limit = max(limit, 0.7 * self.timeout)
 
     @contextlib.contextmanager
     def paused(self):
@@ -212,7 +212,17 @@ class Tracker:
         if dist.get_rank() != 0:
             return
         with self._survive_errors("tensorboard"):
-            self.tensorboard = start_tensorboard(folder, run.scheduler.last_epoch)
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Its own thread writes to the disk: where that is slow, no step waits.
+            self.tensorboard = SummaryWriter(
+                str(folder / "tensorboard"),
+                # From this step on, TensorBoard drops what an earlier start has logged:
+                # these steps are done, and logged, once more.
+                purge_step=run.scheduler.last_epoch + 1,
+                max_queue=0,  # no limit
+                flush_secs=1,
+            )
         if args.wandb:
             hint = " (no internet? export WANDB_MODE=offline)"
             with self._survive_errors("wandb", hint):
@@ -243,23 +253,6 @@ class Tracker:
         except Exception as error:
             setattr(self, writer, None)
             logging.warning(f"warning: no more metrics go to {writer}{hint}: {error!r}")
-
-
-def start_tensorboard(folder: Path, steps_done: int):
-    """Return what writes for TensorBoard.
-
-    Its own thread writes to the disk: where that is slow, no step waits.
-    """
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(
-        str(folder / "tensorboard"),
-        # From this step on, TensorBoard drops what an earlier start has logged: these
-        # steps are done, and logged, once more.
-        purge_step=steps_done + 1,
-        max_queue=0,  # no limit
-        flush_secs=1,
-    )
 
 
 def start_wandb(folder: Path, args: argparse.Namespace, run_id: str):

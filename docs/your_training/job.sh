@@ -125,10 +125,10 @@ finish() {
     # Even where the disk of the log is full, and echo fails.
     set +e
     # How busy the GPUs were, if gpu_report stands in front of Python.
-    [[ ${python[0]} != *gpu_report ]] || "${python[0]}" || true
+    [[ ${python[0]} != *gpu_report ]] || "${python[0]}"
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
-        scontrol update JobId="$this_job" Requeue=0 || :
+        scontrol update JobId="$this_job" Requeue=0
         remove_data
     elif [[ $(list_checkpoints) != "$saved_before" || $(show_job) == *PreemptTime=2* ]]; then
         echo "job.sh: status $status: starts again, to resume"
