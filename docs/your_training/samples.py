@@ -1,0 +1,51 @@
+"""Random crops, and workers that Slurm may signal: Lightning, Trainer, Accelerate."""
+
+import atexit
+import multiprocessing.util
+import os
+import signal
+import tempfile
+
+import torch
+from torch.utils.data import Dataset
+
+
+class Seeded(Dataset):
+    """A data set. What a sample draws at random follows from its epoch and its index.
+
+    Set `epoch` before each epoch. Workers that are persistent would not see it.
+    """
+
+    epoch = 0
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        with torch.random.fork_rng([]):  # else, dropout's numbers would change
+            torch.default_generator.manual_seed(hash((self.epoch, index)))
+            return self.data[index]
+
+
+# Slurm's signals may reach the workers, too, and would end them. What is blocked before
+# a fork stays so in the new process.
+multiprocessing.set_start_method("fork", force=True)
+signals = {signal.SIGUSR1, signal.SIGTERM}
+os.register_at_fork(
+    before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, signals),
+    after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals),
+)
+if len(tempfile.gettempdir()) > 74:
+    tempfile.tempdir = "/tmp"  # or the paths of the workers' sockets would be too long
+multiprocessing.util.get_temp_dir()  # the workers' sockets: removed at the end
+
+
+@atexit.register
+def end_workers():
+    """Kill the workers: Python ends them by TERM, which they block, and waits."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or DataLoader calls it an error
+    for worker in multiprocessing.active_children():
+        worker.kill()
