@@ -27,6 +27,8 @@ from samples import Seeded
 class Crops(list):
     def __getitem__(self, index):
         sample = super().__getitem__(index)
+        if index == 0:
+            os.write(1, b"drawn in epoch %d\\n" % train_set.epoch)
         x, y = sample.values() if isinstance(sample, dict) else sample
         x = x + 0.1 * torch.rand(2)
         return {"inputs": x, "labels": y} if isinstance(sample, dict) else (x, y)
@@ -56,7 +58,8 @@ WITH_CROPS = {
 
 def add_crops(name: str, text: str) -> str:
     """Return a framework's script with random crops and workers, as the page says."""
-    text = re.sub(r"^dataset = .*\n", rf"\g<0>{CROPS}", text, count=1, flags=re.M)
+    data_set = re.search(r"^dataset = .*\n", text, re.M)[0]
+    text = text.replace(data_set, data_set + CROPS)
     *changes, (place, page_lines) = WITH_CROPS[name].items()
     lines = listing("your_training.rst", page_lines.strip())
     for old, new in [*changes, (place, lines + place)]:
@@ -123,3 +126,6 @@ def test_goes_on_in_the_middle_of_an_epoch(jobs, environment, tmp_path, name, ca
     epochs = 60 if case == "epochs of five steps" else 5
     assert len(losses(expected.output, line)) == epochs, expected
     assert losses(result.output, line) == losses(expected.output, line), result
+    if case == "crops and workers":  # Trainer may draw the sample a second time
+        drawn = dict.fromkeys(expected.find("^drawn in epoch (.)"))
+        assert list(drawn) == list("01234"), expected
