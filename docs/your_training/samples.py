@@ -11,9 +11,10 @@ from torch.utils.data import Dataset
 
 
 class Seeded(Dataset):
-    """A data set. What a sample draws at random follows from its epoch and its index.
+    """A data set whose samples get random numbers by their epoch and their index.
 
-    Set `epoch` before each epoch. Workers that are persistent would not see it.
+    These are PyTorch's: NumPy's and Python's own are not seeded. Set `epoch` before
+    each epoch. Workers that are persistent would not see it.
     """
 
     epoch = 0
