@@ -38,7 +38,6 @@ main() {
     stage
 
     # Rank 0 listens here. Jobs may share a node: each has a port of its own.
-    export MASTER_ADDR=127.0.0.1
     export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
     # If ranks cannot meet, export both as INFO to see more.
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}

@@ -139,8 +139,8 @@ def evaluate(model, batches) -> Tensor:
 
 def setup_distributed() -> torch.device:
     """Join the process group, one process a GPU, and return this process's device."""
-    # Where rank 0 listens. job.sh sets MASTER_ADDR and MASTER_PORT, salloc neither.
-    environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    # Where rank 0 listens: on this node. job.sh sets MASTER_PORT, salloc does not.
+    environ["MASTER_ADDR"] = "127.0.0.1"
     job = int(environ.get("SLURM_JOB_ID", "0"))  # port 0 is any free one
     environ.setdefault("MASTER_PORT", str(10000 + job % 20000 if job else 0))
     # 0 keeps the old NCCL backend. By its source, the new one makes backward() wait.
@@ -343,7 +343,6 @@ def find_device() -> torch.device:
 def explain_failure(device: torch.device):
     """End this process with one line if it cannot join the others."""
     try:
-        check_master_addr()
         yield
     except Exception as error:  # of several kinds
         fail(
@@ -353,24 +352,6 @@ def explain_failure(device: torch.device):
             f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, the port "
             f"free there, and open between nodes (no firewall)? {error}"
         )
-
-
-def check_master_addr() -> None:
-    """Raise OSError if rank 0 is not there. PyTorch would take minutes to say so."""
-    place = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    try:
-        if environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in environ:
-            # Only on its own node can rank 0 listen, here on any free port.
-            socket.create_server((place[0], 0)).close()
-        else:
-            socket.create_connection(place, timeout=60, all_errors=True).close()
-    except socket.gaierror:
-        time.sleep(10)  # a name server may be busy for a moment
-        socket.getaddrinfo(*place)
-    except ExceptionGroup as errors:  # one for each of its addresses
-        # The node refuses while rank 0 is not ready. A firewall would just be silent.
-        if errors.subgroup(ConnectionRefusedError) is None:
-            raise errors.exceptions[0] from None
 
 
 def find_weights_file() -> Path:

@@ -37,8 +37,8 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "old, new, most_added, most_removed",
     [
-        ("single_gpu/main.py", "multi_gpu/main.py", 112, 18),
-        ("multi_gpu/main.py", "multi_node/main.py", 31, 10),
+        ("single_gpu/main.py", "multi_gpu/main.py", 93, 18),
+        ("multi_gpu/main.py", "multi_node/main.py", 51, 10),
         ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
         ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
         ("multi_node/job.sh", "multi_node/job_torchrun.sh", 20, 11),
