@@ -121,7 +121,7 @@ choose_arguments() {
         # Read as a shell does it: quotes, ~ and $SCRATCH work there.
         eval "arguments=($line
         )"
-        ((${#arguments[@]})) || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID: the first is 1"
+        ((${#arguments[@]})) || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is empty or missing"
         arguments+=("${@:2}")
     elif [ "${SLURM_ARRAY_TASK_ID:-}" ]; then
         # Each task has a seed of its own, unless the arguments name one.

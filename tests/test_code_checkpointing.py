@@ -372,6 +372,6 @@ def test_arrays(repository):
     assert errors(torn) == [] and "unexpected EOF while looking for" in torn.output
     assert tasks(windows.output)[0]["arguments"][0] == "--name=windows", windows
     for result, line in ((none, 5), (zero, 0)):
-        assert errors(result) == [f"sweep.txt has no line {line}: the first is 1"]
+        assert errors(result) == [f"sweep.txt: line {line} is empty or missing"]
     (task,) = tasks(repository.wait(f"{seeds}_7").output)
     assert task["arguments"] == ["--seed=7", "--seed=1"]

@@ -75,6 +75,9 @@ stage() {
     mkdir "$LOCAL_JOB_DIR" || fail "$(hostname) needs its own local_disk"
     [ -z "$DATA_ARCHIVE" ] || tar -xf "$DATA_ARCHIVE" --one-top-level="$LOCAL_JOB_DIR/data" ||
         fail "$(hostname) cannot unpack DATA_ARCHIVE=$DATA_ARCHIVE"
+    # tar does not notice that a file is cut between two members. A whole one ends in zeros.
+    [[ $(head -c 262 "$DATA_ARCHIVE" 2> /dev/null | tail -c 5) != ustar ]] ||
+        [ -z "$(tail -c 1024 "$DATA_ARCHIVE" | tr -d '\0')" ] || fail "$DATA_ARCHIVE is cut"
     # What is read-only in the archive could not be removed.
     chmod -R u+rwX "$LOCAL_JOB_DIR"
 }
@@ -106,17 +109,19 @@ choose_arguments() {
     if [[ ${1:-} == @* ]]; then
         # The line is kept for the next start, because you may edit the file.
         [ -s "$RUN_DIR/line" ] ||
-            awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}" "${1#@}" > "$RUN_DIR/line"
+            awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}" < "${1#@}" > "$RUN_DIR/line"
         # Read as a shell does it: quotes, ~ and $SCRATCH work there. Windows ends lines with \r.
         eval "arguments=($(tr -d '\r' < "$RUN_DIR/line")
         )"
-        ((${#arguments[@]})) || fail "${1#@} has no line $SLURM_ARRAY_TASK_ID: the first is 1"
+        ((${#arguments[@]})) || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is empty or missing"
         arguments+=("${@:2}")
     fi
 }
-# A checkpoint is checkpoint.pt, checkpoint-500 or the like, also in a folder below, or done.
+# A checkpoint is checkpoint.pt, checkpoint-500 or the like, also in a folder below, or done. What
+# ends in tmp, part or partial is not whole: the disk may be full.
 list_checkpoints() {
-    find "$RUN_DIR" -regex '.*/\(checkpoint[.-].*\|done\)' -printf '%p %T@\n' | sort
+    find "$RUN_DIR" -regex '.*/\(checkpoint[.-].*\|done\)' \
+        ! -regex '.*[._-]\(tmp\|part\|partial\)' -printf '%p %T@\n' | sort
 }
 # The one rule: a job that has not finished starts again if RUN_DIR has a checkpoint that it did
 # not have at this start, or if Slurm preempted the job. Otherwise it fails.
@@ -130,7 +135,12 @@ finish() {
         # Or Slurm 24.11 would start a finished job again that was preempted once.
         scontrol update JobId="$this_job" Requeue=0
         remove_data
-    elif [[ $(list_checkpoints) != "$saved_before" || $(show_job) == *PreemptTime=2* ]]; then
+        exit 0
+    fi
+    # In variables: bash would forget a TERM of Slurm's that comes while [[ ]] runs a command.
+    checkpoints=$(list_checkpoints)
+    job=$(show_job)
+    if [[ $checkpoints != "$saved_before" || $job == *PreemptTime=2* ]]; then
         echo "job.sh: status $status: starts again, to resume"
         # The time limit may be near. The next start of this job removes the rest.
         timeout 60 bash -c remove_data
