@@ -46,11 +46,11 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
         ("multi_node/job.sh", "imagenet/job.sh", 149, 30),
         # What is shared with multi_node's changes there, too.
         ("docs/your_training/before.py", "docs/your_training/main.py", 47, 8),
-        ("docs/your_training/main.py", "docs/your_training/resume/main.py", 70, 15),
+        ("docs/your_training/main.py", "docs/your_training/resume/main.py", 74, 15),
         (
             "docs/your_training/resume/main.py",
             "docs/your_training/whole/main.py",
-            139,
+            140,
             24,
         ),
         ("docs/your_training/resume/main.py", "docs/runs/search.py", 55, 5),
