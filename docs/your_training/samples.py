@@ -3,18 +3,20 @@
 import atexit
 import multiprocessing.util
 import os
+import random
 import signal
 import tempfile
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 
 class Seeded(Dataset):
     """A data set whose samples get random numbers by their epoch and their index.
 
-    These are PyTorch's: NumPy's and Python's own are not seeded. Set `epoch` before
-    each epoch. Workers that are persistent would not see it.
+    So does a collator in a worker, which draws after them. Set `epoch` before each
+    epoch. Workers that are persistent would not see it.
     """
 
     epoch = 0
@@ -26,8 +28,12 @@ class Seeded(Dataset):
         return len(self.data)
 
     def __getitem__(self, index):
-        with torch.random.fork_rng([]):  # else, dropout's numbers would change
-            torch.default_generator.manual_seed(hash((self.epoch, index)))
+        seed = hash((self.epoch, index)) % 2**32
+        random.seed(seed)
+        np.random.seed(seed)
+        # Without workers, dropout's numbers must not change.
+        with torch.random.fork_rng([], enabled=get_worker_info() is None):
+            torch.default_generator.manual_seed(seed)
             return self.data[index]
 
 

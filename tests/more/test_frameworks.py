@@ -21,6 +21,9 @@ LINES = {
 
 # A loader with these has workers, and samples that are not the same in each epoch.
 CROPS = """
+import random
+
+import numpy as np
 from samples import Seeded
 
 
@@ -30,26 +33,35 @@ class Crops(list):
         if index == 0:
             os.write(1, b"drawn in epoch %d\\n" % train_set.epoch)
         x, y = sample.values() if isinstance(sample, dict) else sample
-        x = x + 0.1 * torch.rand(2)
+        x = x + 0.4 * torch.rand(2) * random.random() * np.random.rand()
         return {"inputs": x, "labels": y} if isinstance(sample, dict) else (x, y)
+
+
+def collate(rows):
+    batch = torch.utils.data.default_collate(rows)
+    inputs = batch["inputs"] if isinstance(batch, dict) else batch[0]
+    inputs += 0.1 * torch.rand(len(inputs), 1)
+    return batch
 
 
 train_set = Seeded(Crops([dataset[i] for i in range(len(dataset))]))
 """
 # What it changes in each script; the page's lines come above the last of them.
+WORKERS = "DataLoader(train_set, 64, num_workers=2, collate_fn=collate,"
 WITH_CROPS = {
     "accelerate": {
-        "DataLoader(dataset, 64,": "DataLoader(train_set, 64, num_workers=2,",
-        "    loader.set_epoch": "    train_set.epoch =",
+        "DataLoader(dataset, 64,": WORKERS,
+        "    loader.set_epoch": "    loader.dataset.epoch =",
     },
     "lightning": {
-        "DataLoader(dataset, 64,": "DataLoader(train_set, 64, num_workers=2,",
+        "DataLoader(dataset, 64,": WORKERS,
         "DataLoader(dataset, 4096)": "DataLoader(Seeded(dataset), 4096, num_workers=1)",
         "Sampler(dataset": "Sampler(train_set",
         "    def __iter__": "    def set_epoch",
     },
     "trainer": {
-        "train_dataset=dataset": "train_dataset=train_set",
+        "train_dataset=dataset": "data_collator=collate, train_dataset=train_set",
+        "eval_dataset=dataset": "eval_dataset=Seeded(dataset)",
         "    disable_tqdm": "    dataloader_num_workers=2,\n    disable_tqdm",
         "    def on_step_end": "    def on_epoch_begin",
     },

@@ -31,7 +31,7 @@ model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
-batch_size = 64 * accelerator.num_processes
+batch_size = loader.total_batch_size  # of all ranks
 
 
 def save(epoch, samples):
