@@ -23,8 +23,10 @@ TRAIN = "ILSVRC2012_img_train.tar"  # a tar of a tar for each class
 VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".webp")
-# Training, seg_test, validation: folders that are called so are splits, not classes.
-SPLIT = re.compile("(^|[^a-z])(train|val|test)", re.IGNORECASE)
+# Training, seg_test, trainA: folders that are called so are splits. A valve is a class.
+SPLIT = re.compile(
+    "(^|[^a-z])(train|val|test)(ing|id|idation)?(?-i:(?![a-z]))", re.IGNORECASE
+)
 # Beside classes, train (of a railway) or test_positive is a class. These are splits.
 NO_CLASS = re.compile(
     r"(?!(train|val|test)$)(seg[ _-]?)?(train|test|training|testing|val|valid|"
@@ -33,7 +35,7 @@ NO_CLASS = re.compile(
 )
 # And what macOS and file servers add to folders.
 HIDDEN = re.compile(
-    r"(^|/)(\.|__MACOSX/|@eaDir/|#recycle/|#snapshot/|\$RECYCLE\.BIN/|lost\+found/)"
+    r"(^|/)(\.|__MACOSX/|@eaDir/|#recycle/|#snapshot/|\$RECYCLE\.BIN/|lost\+found/|Icon\r)"
 )
 HOST = socket.gethostname()
 
@@ -143,9 +145,9 @@ def list_images(file: BinaryIO, devkit: Devkit | None) -> list[Member]:
 
 def list_tree(folder: Path) -> list[Member]:
     """Return the images of a tree: of train/CLASS/ and val/CLASS/, or of CLASS/."""
-    tops = [folder / "train", folder / "val"]
-    if not tops[0].is_dir():
-        tops = [folder]
+    tops = [folder]
+    if (folder / "train").is_dir():
+        tops = [top for top in (folder / "train", folder / "val") if top.is_dir()]
     names = [path.removeprefix(f"{folder}/") for top in tops for path in walk(top)]
     depths = {name.count("/") for name in names if is_image(name)}
     if tops == [folder] and 1 not in depths:
@@ -233,7 +235,10 @@ def list_zip(file: BinaryIO, archive: str) -> list[Member]:
             check_end(file, listed)
     # If bytes are missing in the middle, offsets are negative: that is an OSError.
     except (zipfile.BadZipFile, OSError, RuntimeError, ValueError) as error:
-        raise StagingError(f"{archive} is damaged: {error}: fetch it again") from None
+        raise StagingError(
+            f"{archive} is damaged: {error}: fetch it again, or pack a .tar (macOS "
+            "makes zips of over 4 GB that cannot be read)"
+        ) from None
     return members
 
 
@@ -307,7 +312,8 @@ def hold_out(names: list[str], where: str) -> dict[str, str]:
     # Images that lie in train/ or test/ itself have no class.
     if all(SPLIT.search(class_name) for *_, class_name, _ in images):
         raise StagingError(
-            f"{where} has no images in train/CLASS/, val/CLASS/ or CLASS/"
+            f"{where} has no images in train/CLASS/, val/CLASS/ or CLASS/: "
+            "rename a class that is called like train, val or test"
         )
     top = images[0][:-2]
     for image in images:
@@ -405,10 +411,12 @@ def read_member(file: BinaryIO, member: Member) -> bytes:
 
 def check_name(name: str, archive: str) -> str:
     """Normalize a name. Refuse one that leads elsewhere or breaks a line of the log."""
-    strange = re.search("[\0-\x1f\x7f\ud800-\udfff]", name)
+    # Finder calls a folder's own icon so.
+    strange = re.search("[\0-\x1f\x7f\ud800-\udfff]", name.removesuffix("Icon\r"))
     if strange or name.startswith("/") or ".." in name.split("/"):
         raise StagingError(
-            f"{archive}: a member's name, {name!r}, leads elsewhere or is not printable"
+            f"{archive}: a member's name, {name!r}, leads elsewhere or is not "
+            "printable: remove or rename it"
         )
     return os.path.normpath(name) + "/" * name.endswith("/")
 

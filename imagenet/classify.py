@@ -51,6 +51,7 @@ def main() -> None:
     if right:
         print(f"{len(images) - damaged - len(right)} are in folders of no class")
         print(f"{sum(right)} of {len(right)} are right: {sum(right) / len(right):.2%}")
+    sys.exit(damaged == len(images))  # status 1, if it has named none
 
 
 if __name__ == "__main__":
