@@ -116,7 +116,9 @@ def test_salloc_and_srun(jobs, archive):
         command += ["--data-dir", archive.parent]
         srun = ["srun", *srun.split(), *command]
         salloc = ["salloc", *SMALL, *salloc.split()]
-        return jobs.run([*salloc, *srun], folder, OMP_NUM_THREADS="1", **left, **address)
+        return jobs.run(
+            [*salloc, *srun], folder, OMP_NUM_THREADS="1", **left, **address
+        )
 
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(start, cases))

@@ -1,5 +1,5 @@
 from crops import center_crop, random_crop
-from datasets import load_from_disk
+from datasets import Image, load_from_disk
 from torch.utils.data import Dataset
 from torchvision import models
 
@@ -18,7 +18,8 @@ class Images(Dataset):
             row = self.rows[index]
             return self.crop(row["input"]), row["label"]
         except Exception as error:  # of several libraries
-            where = f"row {index} of {self.rows.split}"
+            file = self.rows.cast_column("input", Image(decode=False))[index]["input"]
+            where = f"row {index}, {file['path']}"
             raise RuntimeError(f"cannot read {where}: {error}") from None
 
 

@@ -15,11 +15,16 @@ class Table(Dataset):
         try:
             with open(table, newline="", encoding="utf-8-sig") as file:
                 reader = csv.DictReader(file, restval="", skipinitialspace=True)
-                rows = list(reader)
-        except UnicodeError:
-            raise SystemExit(f"main.py: error: {table}: save it as CSV UTF-8") from None
-        if not {"path", "label"} <= set(reader.fieldnames or ()):
+                rows, columns = list(reader), reader.fieldnames or ()
+        except (OSError, UnicodeError, csv.Error) as error:
+            why = f"cannot read it as CSV UTF-8: {error}"
+            raise SystemExit(f"main.py: error: {table}: {why}") from None
+        if not {"path", "label"} <= set(columns):
             raise SystemExit(f"main.py: error: {table} has no columns path and label")
+        for row in rows:
+            if any(row.get(None, ())) or "\n" in row["path"] + row["label"]:
+                why = f"a comma or a quote is wrong near {row['path']!r}"
+                raise SystemExit(f"main.py: error: {table}: {why}")
         pairs = [(row["path"].strip(), row["label"].strip()) for row in rows]
         self.rows, self.crop = [pair for pair in pairs if any(pair)], crop
         self.classes = classes or sorted({label for _, label in self.rows} - {""})

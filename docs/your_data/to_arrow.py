@@ -48,7 +48,7 @@ found = glob.glob("**", root_dir=source, recursive=True)  # none that is hidden
 kinds = [mimetypes.guess_type(name, strict=False)[0] or "" for name in found]
 images = sum(kind.startswith("image/") for kind in kinds)
 if isinstance(features[inputs], Image) and images > sum(data.num_rows.values()):
-    why = "the others are HEIC, behind links, or called like train, test or val"
+    why = "the others are HEIC or SVG, behind links, or called like train, test or val"
     fail(f"it has {images} images, and only {data.num_rows} become rows: {why}")
 if "validation" not in data:
     print("There is no validation: a tenth of train is held out")

@@ -217,7 +217,18 @@ def test_tables(tmp_path, monkeypatch, capsys):
     refused = {
         f"train.csv {few}": ((), {}),
         f"validation.csv {few}": (["é 1.JPG,dog"], {"valid": [""]}),
-        "train.csv: save it as CSV UTF-8": (["é 1.JPG,dog"], {"encoding": "cp1252"}),
+        "train.csv: cannot read it as CSV UTF-8: .*": (
+            ["é 1.JPG,dog"],
+            {"encoding": "cp1252"},
+        ),
+        "train.csv: a comma or a quote is wrong near 'é 1.JPG'": (
+            ["é 1.JPG,dog, black", "é 1.JPG,dog"],
+            {},
+        ),
+        "train.csv: a comma or a quote is wrong near 'x.jpg'": (
+            ['x.jpg,"b', '1.jpg,"b'],
+            {},
+        ),
         "train.csv has no columns path and label": ((), {"head": "file,label"}),
         "train.csv: no file none.jpg": (["none.jpg,dog"], {}),
         "train.csv: é 1.JPG: no class ''": (["é 1.JPG", "é 1.JPG,dog"], {}),
@@ -229,6 +240,11 @@ def test_tables(tmp_path, monkeypatch, capsys):
     for message, (rows, options) in refused.items():
         with pytest.raises(SystemExit, match=f"^main.py: error: {message}$"):
             read(*rows, **options)
+    (tmp_path / "train.csv").write_bytes(b"")
+    for message in ("has no columns path and label", ".* as CSV UTF-8: .*No such"):
+        with pytest.raises(SystemExit, match=f"^main.py: error: train.csv:? {message}"):
+            runpy.run_path(str(FOLDER / "table.py"))
+        (tmp_path / "train.csv").unlink(missing_ok=True)
 
 
 def test_kinds_of_images(monkeypatch):
@@ -291,12 +307,13 @@ def test_what_to_arrow_refuses(frameworks, tmp_path):
         "called": [*photos, "a/train_1.jpg", "b/train_1.jpg"],
         "heic": [*photos, "a/4.HEIC"],
         "stray": [*photos, "cover.jpg"],
-        "turned": [*photos, "a/notes.txt", "a/._4.jpg"],
+        "turned": [*photos, "a/3.jpg", "a/notes.txt", "a/._4.jpg"],
     }
     for folder, names in folders.items():
         for name in names:
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder / name).write_bytes(draw())
+    (tmp_path / "turned" / "a" / "3.jpg").write_bytes(draw()[:100])
     names = (*tables, "cp1252", "one/train.csv")
     lists = [[name, f"out/{name}", "text", "label"] for name in names]
     names = ("damaged", "shards", "mixed")
@@ -324,6 +341,14 @@ def test_what_to_arrow_refuses(frameworks, tmp_path):
     assert re.search(f"cp1252: UnicodeDecodeError.*: {utf8}", said), said
     assert re.search(f"one/train.csv: .*one/train.csv.*: {utf8}", said), said
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"shards", "turned"}
+    # A damaged file is named, whatever row it is in.
+    (tmp_path / "images").symlink_to("out/turned")
+    script = tmp_path / "read.py"
+    recipe = (FOLDER / "hugging_face.py").read_text()
+    script.write_text(f"{recipe}\nfor rows in train_set, valid_set: list(rows)\n")
+    env = ALONE | OFFLINE | {"PYTHONPATH": str(FOLDER)}
+    result = call([frameworks / "bin" / "python", script], cwd=tmp_path, env=env)
+    assert result.find(r"^RuntimeError: cannot read row \d, 3.jpg: "), result
 
 
 def test_labels(frameworks, tmp_path):
