@@ -37,6 +37,11 @@ class SaveAndStop(L.Callback):
                 raise SystemExit(1)  # not finished: job.sh starts the job again
             torch.manual_seed(hash((trainer.global_step, rank)))  # as after a resume
 
+    def on_load_checkpoint(self, trainer, module, saved):
+        progress = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+        sampler.done = saved["epoch"], loader.batch_size * progress["processed"]
+        sampler.set_epoch(saved["epoch"])
+
 
 class Sampler(DistributedSampler):
     done = 0, 0  # an epoch, and its samples that Lightning would repeat after a resume
@@ -63,11 +68,6 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-    def on_load_checkpoint(self, saved):
-        progress = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
-        sampler.done = saved["epoch"], loader.batch_size * progress["processed"]
-        sampler.set_epoch(saved["epoch"])
 
 
 L.seed_everything(0)
