@@ -48,6 +48,10 @@ class Checkpoints:
             raise RunError("not every node has the same data: stage it again")
         path = do_on_rank_0(f"cannot use {self.folder}", self._find)
         if path is None:
+            if environ.get("SLURM_RESTART_COUNT", "0") != "0":
+                logging.warning(
+                    f"warning: started again, and no checkpoint is in {self.folder}"
+                )
             return None
         if not all(gather(path.exists())):
             raise RunError(f"not every node has {path}: move it to a shared disk")
@@ -208,7 +212,8 @@ def default_checkpoint_dir() -> Path:
     """Return this job's own folder: Slurm keeps a job's number when it requeues it."""
     job = environ.get("SLURM_JOB_ID", "none")
     disk = Path(environ.get("SCRATCH", "."))
-    if job in disk.parts:  # some clusters remove such a one with the job
+    # Some clusters have one for each job, and remove it then.
+    if re.search(rf"\D{job}\D", f"/{disk}/"):
         disk = Path(".")
     if "SLURM_ARRAY_TASK_ID" in environ:  # as in the name of its log
         job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"

@@ -5,6 +5,7 @@
 set -euo pipefail
 export code=$LOCAL_JOB_DIR/code
 code_folder=$code/$(git rev-parse --show-prefix)
+export code_folder
 repository=$(git rev-parse --show-toplevel)
 export repository
 # Checkpoints and IMAGENET_DIR stay where they are. Other relative paths, as of @sweep.txt and
@@ -21,7 +22,9 @@ copy_code() {
         read-tree -u --reset --no-sparse-checkout "$GIT_COMMIT" ||
         fail "cannot copy commit $GIT_COMMIT from $repository to $code on $(hostname)"
     # The environment that safe_sbatch has made stays on the shared disk.
-    ln -sfn "$repository/.venvs/$(git rev-parse "$GIT_COMMIT:uv.lock")" "$code/.venv"
+    if lock=$(git rev-parse --quiet --verify "$GIT_COMMIT:../uv.lock" 2> /dev/null); then
+        ln -sfn "$JOB_WORK_DIR/../.venvs/$lock" "$code_folder/../.venv"
+    fi
     echo "Commit $GIT_COMMIT is on the disk of $(hostname), after $SECONDS s"
 }
 export -f copy_code

@@ -47,7 +47,7 @@ main() {
     # main.py makes this file when it saves a checkpoint of a later step than it started from.
     # It is on the shared disk: a site may empty the node's, and a $SCRATCH of this job's own.
     disk=${SCRATCH:-$PWD}
-    [[ $disk/ != */$SLURM_JOB_ID/* ]] || disk=$PWD
+    [[ ! /$disk/ =~ [^0-9]${SLURM_JOB_ID}[^0-9] ]] || disk=$PWD
     export GOT_FURTHER=$disk/checkpoints/got_further-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME
     rm -f "$GOT_FURTHER"
     trap 'ended_by_slurm=yes' TERM
@@ -59,7 +59,11 @@ main() {
     if [ -n "$GIT_COMMIT" ]; then use_commit; fi
     type "${python[0]}" &> /dev/null || fail "$(hostname) has no ${python[0]}: uv sync --locked"
     choose_arguments "$@"
-    [ -z "$IMAGENET_DIR" ] || on_each_node "${python[@]}" prepare_data.py "${prepare[@]}"
+    if [ -n "$IMAGENET_DIR" ]; then
+        # A wrong argument ends the job here, not when the data has been copied.
+        "${python[@]}" main.py "${arguments[@]}" --only-check-arguments
+        on_each_node "${python[@]}" prepare_data.py "${prepare[@]}"
+    fi
 
     # Rank 0 listens on its node, on a port of the job's own. From Slurm 26.05 on, that may be
     # another node than this script's.

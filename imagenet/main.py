@@ -363,6 +363,7 @@ def parse_args() -> argparse.Namespace:
     )
     add("--profile", action="store_true", help="trace a few steps")
     add("--wandb", metavar="PROJECT", help="also log to this W&B project")
+    add("--only-check-arguments", action="store_true", help="do nothing else")
     if "--synthetic" in sys.argv:  # other defaults, which options still override
         parser.set_defaults(epochs=2, batch_size=8)  # a minute or two on two cores
         parser.set_defaults(model="shufflenet_v2_x0_5", image_size=64, workers=1)
@@ -370,6 +371,8 @@ def parse_args() -> argparse.Namespace:
     for option in ("learning_rate", "weight_decay", "seed", "workers", "save_minutes"):
         if not 0 <= getattr(args, option) < 2**63:  # nor NaN
             parser.error(f"--{option.replace('_', '-')} is out of range")
+    if args.only_check_arguments:
+        sys.exit()
     return args
 
 
@@ -397,11 +400,11 @@ def fail(message: str) -> NoReturn:
 
 
 def check_task() -> None:
-    """Refuse to start without srun: this process would wait for the other tasks."""
-    tasks = environ.get("SLURM_NTASKS", "1")
-    in_step = environ.get("SLURM_STEP_NUM_TASKS", "1") == tasks
-    if not in_step and "TORCHELASTIC_RUN_ID" not in environ:
-        fail(f"this is none of the {tasks} tasks of the job: start main.py with srun")
+    """Refuse to start without srun: on a login node, or without the other tasks."""
+    if "SLURM_JOB_ID" not in environ or "TORCHELASTIC_RUN_ID" in environ:
+        return
+    if environ.get("SLURM_STEP_NUM_TASKS") != environ.get("SLURM_NTASKS", "1"):
+        fail("this is no task of the job: start main.py with srun")
 
 
 def set_ranks() -> None:

@@ -272,13 +272,13 @@ def fail(message: str) -> NoReturn:
 
 
 def check_task() -> None:
-    """Refuse to start without srun: this process would wait for the other tasks."""
-    tasks = environ.get("SLURM_NTASKS", "1")
-    in_step = environ.get("SLURM_STEP_NUM_TASKS", "1") == tasks
-    if not in_step and "TORCHELASTIC_RUN_ID" not in environ:
-        fail(f"this is none of the {tasks} tasks of the job: start main.py with srun")
+    """Refuse to start without srun: on a login node, or without the other tasks."""
     if environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
         fail("this example is for one node: for several, use multi_node")
+    if "SLURM_JOB_ID" not in environ or "TORCHELASTIC_RUN_ID" in environ:
+        return
+    if environ.get("SLURM_STEP_NUM_TASKS") != environ.get("SLURM_NTASKS", "1"):
+        fail("this is no task of the job: start main.py with srun")
 
 
 def set_ranks() -> None:
@@ -363,7 +363,9 @@ def find_weights_file() -> Path:
 
 
 def save_weights(model, path: Path) -> None:
-    """Write the file whole or not at all. An older one stays until then."""
+    """Write the file whole or not at all. Another run's, of the same name, stays."""
+    if path.exists():
+        path = path.with_stem(f"{path.stem}-{time.strftime('%H%M%S')}")
     # Not straight to the disk: torch.save's error does not say that a disk is full.
     content = io.BytesIO()
     torch.save(model.state_dict(), content)

@@ -289,7 +289,9 @@ def find_weights_file() -> Path:
 
 
 def save_weights(model, path: Path) -> None:
-    """Write the file whole or not at all. An older one stays until then."""
+    """Write the file whole or not at all. Another run's, of the same name, stays."""
+    if path.exists():
+        path = path.with_stem(f"{path.stem}-{time.strftime('%H%M%S')}")
     # Not straight to the disk: torch.save's error does not say that a disk is full.
     content = io.BytesIO()
     torch.save(model.state_dict(), content)

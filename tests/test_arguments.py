@@ -126,6 +126,7 @@ def test_nowhere_to_save(example, tmp_path):
 @pytest.mark.parametrize(
     "task",
     [
+        {},  # in the shell of salloc without --ntasks, perhaps on a login node
         {"SLURM_STEP_NUM_TASKS": "4"},  # no number of the job's tasks
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},  # salloc's shell in a step
     ],

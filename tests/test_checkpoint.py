@@ -285,8 +285,23 @@ def test_folder_on_the_scratch(tmp_path, monkeypatch, rank0):
     write(default_checkpoint_dir(), (1, 1))
     assert names(tmp_path / "scratch/checkpoints/17") == files((1, 1))
     # Where each job has a scratch of its own, it is removed with the job.
-    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch/17/mine"))
-    assert default_checkpoint_dir() == Path("checkpoints/17")
+    for own in ("17/mine", "me.17"):
+        monkeypatch.setenv("SCRATCH", str(tmp_path / own))
+        assert default_checkpoint_dir() == Path("checkpoints/17")
+    monkeypatch.setenv("SCRATCH", "/scratch/me170")
+    assert default_checkpoint_dir() == Path("/scratch/me170/checkpoints/17")
+
+
+def test_started_again_without_a_checkpoint(tmp_path, rank0, monkeypatch, caplog):
+    """As on a disk that the nodes do not share: the log says that it starts over."""
+    for count in "01":
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        assert load(tmp_path) is None
+        warned = (
+            f"warning: started again, and no checkpoint is in {tmp_path}"
+            in caplog.messages
+        )
+        assert warned == (count == "1")
 
 
 def test_another_run_in_the_folder(tmp_path, rank0, monkeypatch):

@@ -55,7 +55,7 @@ def test_truncated_archive(jobs, archive, tmp_path, folder, nodes):
         assert_failed(result, message, times=1, node=node)
 
 
-NO_TASK = "this is none of the 2 tasks of the job: start main.py with srun"
+NO_TASK = "this is no task of the job: start main.py with srun"
 ONE_TASK = "start it with srun, as one task, not {}; multi_gpu is for several"
 
 
@@ -63,9 +63,10 @@ ONE_TASK = "start it with srun, as one task, not {}; multi_gpu is for several"
     "start, folder, tasks, message",
     [
         (salloc, "single_gpu", 1, ONE_TASK.format("none")),
+        (salloc, "multi_gpu", 1, NO_TASK),
         (sbatch, "multi_node", 2, NO_TASK),
     ],
-    ids=["salloc", "sbatch"],
+    ids=["salloc", "salloc, multi_gpu", "sbatch"],
 )
 def test_started_without_srun(jobs, start, folder, tasks, message):
     """It would train without the job's GPU, or wait for tasks that never start."""
@@ -178,6 +179,14 @@ def test_no_cpus_per_task(jobs, tmp_path, folder):
     env = {"CIFAR10_ARCHIVE": "", "IMAGENET_DIR": ""}
     result = sbatch(jobs, folder, *flags, tmp_path / "job.sh", *SYNTHETIC, **env)
     assert_failed(result, "SLURM_CPUS_PER_TASK: give --cpus-per-task$", times=1)
+
+
+def test_wrong_argument(jobs):
+    """It ends a job before the data is copied."""
+    command = ["--nodes=1", "--ntasks-per-node=1", *SMALL, "job.sh", "--epoch=5"]
+    result = sbatch(jobs, "imagenet", *command, IMAGENET_DIR="/nowhere")
+    assert_failed(result, "main.py: error: unrecognized arguments: --epoch=5$", times=1)
+    assert "cannot stage" not in result.output, result
 
 
 def test_wrong_interface(jobs):

@@ -93,12 +93,12 @@ def main() -> None:
 
 
 def check_task() -> None:
-    """Refuse to start without srun: this process would wait for the other tasks."""
-    tasks = environ.get("SLURM_NTASKS", "1")
-    in_step = environ.get("SLURM_STEP_NUM_TASKS", "1") == tasks
-    if not in_step and "TORCHELASTIC_RUN_ID" not in environ:
+    """Refuse to start without srun: on a login node, or without the other tasks."""
+    if "SLURM_JOB_ID" not in environ or "TORCHELASTIC_RUN_ID" in environ:
+        return
+    if environ.get("SLURM_STEP_NUM_TASKS") != environ.get("SLURM_NTASKS", "1"):
         sys.exit(
-            f"preflight.py: error: this is none of the {tasks} tasks of the job: "
+            "preflight.py: error: this is no task of the job: "
             "start preflight.py with srun"
         )
 

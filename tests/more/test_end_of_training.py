@@ -85,8 +85,19 @@ def test_full_disk(tmp_path, archive, example, world_size):
     *_, test, error = text.splitlines()  # it loses no result of the test
     assert test.startswith("Test loss "), text
     reason = "No space left on device"
+    error = re.sub(r"(none)-\d{6}", r"\1", error)  # beside the older file
     assert error == f"main.py: error: cannot write {older}: {reason}", text
     assert others == [(0, "")] * (world_size - 1)
+
+
+def test_weights_of_another_run(tmp_path, archive):
+    """As with two seeds in one allocation, or without Slurm: both are kept."""
+    older = tmp_path / "model-none.pt"
+    older.write_bytes(OLDER)
+    ((status, text),) = train(tmp_path, archive, "single_gpu", 1, "--epochs=1")
+    assert status == 0 and older.read_bytes() == OLDER, text
+    (saved,) = tmp_path.glob("model-none-*.pt")
+    assert f"\nWeights: {saved}\n" in text and len(list(tmp_path.iterdir())) == 2, text
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -187,6 +187,6 @@ def test_network_interface_to_nowhere(jobs):
 def test_without_srun(jobs):
     command = ["salloc", "--quiet", *PAIR, *ON_CPU]
     result = jobs.run(command, "multi_node", timeout=60)
-    error = "this is none of the 2 tasks of the job: start preflight.py with srun"
+    error = "this is no task of the job: start preflight.py with srun"
     assert result.output == f"preflight.py: error: {error}\n", result
     assert result.exit_code == 1, result
