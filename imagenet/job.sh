@@ -32,7 +32,7 @@ master_suffix=
 prepare=()
 
 main() {
-    # safe_sbatch names a commit, which this job is to run. Checkpoints go below JOB_WORK_DIR.
+    # With safe_sbatch, a job runs a commit. Relative checkpoint paths start in JOB_WORK_DIR.
     export GIT_COMMIT=${SLURM_GIT_COMMIT:-} JOB_WORK_DIR=$PWD
     check_job
     forget_other_jobs

@@ -65,7 +65,7 @@ stage() {
     chmod -R u+rwX "$LOCAL_JOB_DIR"
 }
 # Each node's torchrun starts a process for each GPU of the job or, if Slurm counts none, for each
-# task. PET_… differ between nodes: by a name with a suffix, it would not see that it is the host.
+# task. PET_… differ between nodes. With a suffix, torchrun would not see that it is the host.
 launch() {
     export PET_NPROC_PER_NODE=${SLURM_GPUS_ON_NODE:-$tasks_per_node}
     export PET_LOCAL_ADDR=$SLURMD_NODENAME$master_suffix PET_RDZV_CONF=is_host=$((SLURM_NODEID==0))

@@ -24,7 +24,7 @@ class SaveAndStop(L.Callback):
             signal.signal(name, lambda number, frame: self.warned.append(number))
 
     def on_train_batch_start(self, trainer, module, batch, step):
-        if step % 10 == 0:  # ten steps must take less time than Slurm's warning
+        if step % 10 == 0:  # ten steps and a save must take less than 180 s
             agree = trainer.strategy.reduce_boolean_decision
             stop = agree(bool(self.warned), all=False)  # if one rank was warned
             # Also at the start of each later epoch.

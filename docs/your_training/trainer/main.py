@@ -29,7 +29,7 @@ class SaveAndStop(TrainerCallback):
         if state.global_step % 10 == 0 and state.epoch % 1 > 0:  # no epoch's last step
             self.agree(control)
 
-    def on_epoch_end(self, args, state, control, **kwargs):  # Trainer evaluates first
+    def on_epoch_end(self, args, state, control, **kwargs):  # saves after evaluation
         self.agree(control)
 
     def agree(self, control):
