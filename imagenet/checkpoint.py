@@ -50,7 +50,8 @@ class Checkpoints:
         if path is None:
             if environ.get("SLURM_RESTART_COUNT", "0") != "0":
                 logging.warning(
-                    f"warning: started again, and no checkpoint is in {self.folder}"
+                    f"warning: started again, and no checkpoint is in {self.folder}: "
+                    "none was saved, or the nodes do not share this disk"
                 )
             return None
         if not all(gather(path.exists())):
