@@ -41,6 +41,7 @@ def test_home_folder_that_the_shell_has_left(tmp_path):
     small += "--limit-train-samples=16 --limit-valid-samples=8 --checkpoint-dir=~/new"
     # As under salloc, where nobody has made this folder yet.
     job = {"LOCAL_JOB_DIR": "/tmp/slurm-job-7-none", "SLURM_JOB_ID": "7"}
+    job["SLURM_STEP_NUM_TASKS"] = "1"
     status, text = run(tmp_path, "imagenet", *small.split(), HOME=str(tmp_path), **job)
     assert status == 0 and (tmp_path / "new" / "best.pt").exists(), text
     assert {path.name for path in tmp_path.iterdir()} == {"data", "new"}
