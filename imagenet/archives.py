@@ -35,7 +35,8 @@ NO_CLASS = re.compile(
 )
 # And what macOS and file servers add to folders.
 HIDDEN = re.compile(
-    r"(^|/)(\.|__MACOSX/|@eaDir/|#recycle/|#snapshot/|\$RECYCLE\.BIN/|lost\+found/|Icon\r)"
+    r"(^|/)(\.|__MACOSX/|@eaDir/|#recycle/|#snapshot/|\$RECYCLE\.BIN/|lost\+found/|"
+    r"Icon\r)"
 )
 HOST = socket.gethostname()
 
