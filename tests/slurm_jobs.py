@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import textwrap
@@ -65,6 +66,24 @@ class Result:
     def __str__(self) -> str:
         ended = f"job {self.job} {self.state}, exit code {self.exit_code}"
         return f"{ended}, output:\n{self.output}"
+
+
+def tracked(folder: Path = REPOSITORY) -> list[Path]:
+    """Return the files that git tracks: not the weights, logs and notes of a user.
+
+    A new file is one of them after `git add`. Paths are relative to the folder.
+    """
+    command = ["git", "-C", str(folder), "ls-files", "-z"]
+    names = subprocess.check_output(command, text=True).split("\0")[:-1]
+    return [Path(name) for name in names if (folder / name).exists()]
+
+
+def copy_tracked(source: Path, target: Path) -> Path:
+    """Copy the files that git tracks as they are now, and return the new folder."""
+    for name in tracked(source):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / name, target / name, follow_symlinks=False)
+    return target
 
 
 def listings(page: str, heading: str) -> list[str]:

@@ -16,10 +16,10 @@ import draw_jobs
 import draw_ranks
 import pytest
 import update_readmes
-from slurm_jobs import REPOSITORY, call
+from slurm_jobs import REPOSITORY, call, listings, tracked
 from update_readmes import DIFFS, page_of
 
-README_FILES = sorted([REPOSITORY / "README.rst", *REPOSITORY.glob("*/README.rst")])
+TRACKED = [REPOSITORY / name for name in tracked()]  # not a user's own pages
 
 
 def diff(old: str, new: str) -> list[str]:
@@ -82,17 +82,21 @@ def test_the_ladder_counts_the_lines():
     assert rows == expected
 
 
-SCRIPTS = [*REPOSITORY.glob("*/job*.sh"), "imagenet/safe_sbatch"]
-SCRIPTS += ["imagenet/code_checkpointing.sh", "docs/your_training/job.sh"]
+SCRIPTS = [path for path in TRACKED if re.fullmatch(r"job.*\.sh", path.name)]
+SCRIPTS += ["imagenet/safe_sbatch"]
+SCRIPTS += ["imagenet/code_checkpointing.sh"]
 SCRIPTS += ["docs/runs/each_line", "docs/runs/gpu_report"]
+
+
+PYTHON = [path for path in TRACKED if path.suffix == ".py"]
 
 
 @pytest.mark.parametrize(
     "command",
     [
         [sys.executable, "docs/site/update_readmes.py", "--check"],
-        ["ruff", "format", "--check"],
-        ["ruff", "check"],
+        ["ruff", "format", "--check", *PYTHON],
+        ["ruff", "check", *PYTHON],
         ["shellcheck", *SCRIPTS],
     ],
     ids=["pages are up to date", "ruff format", "ruff check", "shellcheck"],
@@ -141,11 +145,7 @@ def test_the_page_shows_the_first_job_script():
     assert guards.endswith('\nset -euo pipefail\nmain "$@"\n')
 
 
-PAGES = [
-    *README_FILES,
-    REPOSITORY / "CONTRIBUTING.rst",
-    *sorted((REPOSITORY / "docs").rglob("*.rst")),
-]
+PAGES = [path for path in TRACKED if path.suffix == ".rst"]
 
 
 @pytest.mark.parametrize(
@@ -191,4 +191,7 @@ def test_the_test_command_is_the_one_that_ci_runs():
         (REPOSITORY / "README.rst").read_text(),
         re.M | re.S,
     )
-    assert words(block[0]) in words((REPOSITORY / ".ci" / "run").read_text())
+    script = words((REPOSITORY / ".ci" / "run").read_text())
+    assert words(block[0]) in script
+    first, _ = listings((REPOSITORY / "README.rst").read_text(), "Try it here")
+    assert f"({first})" in script
