@@ -28,13 +28,6 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, hangs: HangWatch):
         # job.sh sets JOB_WORK_DIR: the code may be a copy, which ends with the job.
         self.folder = Path(environ.get("JOB_WORK_DIR", "")).absolute() / folder
-        # By default, each batch job has its own. But Slurm's numbers begin again with a
-        # new controller, and two clusters may share a disk.
-        self.must_be_empty = (
-            folder == default_checkpoint_dir()
-            and environ.get("SLURM_RESTART_COUNT") == "0"  # job.sh alone sets a 0
-            and "TORCHELASTIC_RUN_ID" not in environ  # torchrun restarts a rank itself
-        )
         self.keep, self.hangs = keep, hangs
         self.saved_at = time.monotonic()  # the last checkpoint, or the start
 
@@ -115,11 +108,6 @@ class Checkpoints:
         self._lock_folder()
         for partial in self.folder.glob("*.pt.partial"):
             partial.unlink()
-        if self._paths() and self.must_be_empty:
-            raise RunError(
-                f"an older job of this number has saved in {self.folder}: name another "
-                "--checkpoint-dir, or this one with its whole path, to resume from it"
-            )
         for path in self._paths():
             try:
                 check(path)
@@ -140,10 +128,6 @@ class Checkpoints:
     def _save(self, state: dict, path: Path) -> None:
         write(state, path)
         try:
-            if "GOT_FURTHER" in environ:  # for job.sh
-                got_further = Path(environ["GOT_FURTHER"])
-                got_further.parent.mkdir(parents=True, exist_ok=True)
-                got_further.touch()
             for old in self._paths()[self.keep :]:
                 old.unlink()
         except OSError as error:  # The checkpoint is whole.
@@ -211,6 +195,8 @@ def read(path: Path) -> dict:
 
 def default_checkpoint_dir() -> Path:
     """Return this job's own folder: Slurm keeps a job's number when it requeues it."""
+    if "RUN_DIR" in environ:  # job.sh has made it
+        return Path(environ["RUN_DIR"])
     job = environ.get("SLURM_JOB_ID", "none")
     disk = Path(environ.get("SCRATCH", "."))
     # Some clusters have one for each job, and remove it then.

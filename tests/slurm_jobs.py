@@ -261,7 +261,9 @@ class Jobs:
         """
         self.until(job, pattern)
         stop(rank := self.pid("node2", "main.py"))
-        signalled = self.run(["scancel", f"--signal={number.name}", job])
+        # A warning is for job.sh, which passes it on.
+        to = ["--batch"] if number == signal.SIGUSR1 else []
+        signalled = self.run(["scancel", *to, f"--signal={number.name}", job])
         assert signalled.exit_code == 0, signalled
         self.until_pending(job, rank, number)
         os.kill(rank, signal.SIGCONT)
@@ -277,6 +279,12 @@ class Jobs:
         for node in self.cluster.nodes:
             self.on(node, "bash", "-c", f"rm -rf /tmp/slurm-job-{job}-*")
         return result
+
+    def job_folder(self, job: str, node: str = "node1") -> str:
+        """Return the folder of a job on a node's disk, whose name is drawn."""
+        found = self.on(node, "bash", "-c", f"ls -d /tmp/slurm-job-{job}-cluster.*")
+        assert found.exit_code == 0, found
+        return found.output.strip()
 
     def slurm_version(self) -> tuple[int, int]:
         year, month = self.run(["sbatch", "--version"]).output.split()[1].split(".")[:2]
@@ -525,4 +533,4 @@ class User(Jobs):
 
     def warn(self, job: str) -> None:
         """Send the signal that Slurm sends before the time limit, as it does."""
-        assert self.run(["scancel", "--signal=USR1", job]).exit_code == 0
+        assert self.run(["scancel", "--batch", "--signal=USR1", job]).exit_code == 0

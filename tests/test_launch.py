@@ -174,7 +174,7 @@ def test_variables_of_the_cluster(jobs, archive):
     for node in ("node1", "node2"):
         assert jobs.on(node, "umount", su).exit_code == 0
     result.trained(2, batch_size=4)
-    where = rf"\n  data_dir: {disk}/slurm-job-{result.job}-cluster\.\d+/data\n"
+    where = rf"\n  data_dir: {disk}/slurm-job-{result.job}-cluster\.\w+/data\n"
     assert re.search(where, result.output), result
     for node in ("node1", "node2"):
         assert jobs.on(node, "rmdir", disk).exit_code == 0, node

@@ -92,7 +92,7 @@ def test_a_line_for_each_task_of_an_array(jobs: Jobs, project):
     jobs.until(tasks[5], "^Told ")
     results = [jobs.wait(task) for task in tasks[:5]]
     sweep.write_text("--other\n" * 6)
-    jobs.run(["scancel", "--signal=USR1", tasks[5]])
+    jobs.run(["scancel", "--batch", "--signal=USR1", tasks[5]])
     jobs.until(tasks[5], "^Told .* true")
     (folder / "go").touch()
     results.append(jobs.wait(tasks[5]))
@@ -140,7 +140,7 @@ def test_several_at_once(jobs: Jobs, project):
 
     waiting(1)
     sweep.write_text("--other\n")
-    jobs.run(["scancel", "--signal=USR1", job])
+    jobs.run(["scancel", "--batch", "--signal=USR1", job])
     waiting(2)
     jobs.run(["scontrol", "requeue", job])
     waiting(3)
@@ -303,7 +303,7 @@ def test_search(jobs: Jobs, project, frameworks):
     tasks = [f"{array}_{number}" for number in range(1, 5)]
     warned, requeued, killed, undisturbed = tasks
     for task, end in (
-        (warned, ["scancel", "--signal=USR1"]),
+        (warned, ["scancel", "--batch", "--signal=USR1"]),
         (requeued, ["scontrol", "requeue"]),
         (killed, ["scancel", "--signal=KILL"]),
     ):
@@ -412,7 +412,7 @@ def test_how_busy(jobs: Jobs, project, path):
         return len(counts) == 2 and min(counts) >= 2
 
     jobs.until_found(job, sampled, "samples of both nodes", 60)
-    jobs.run(["scancel", "--signal=USR1", job])
+    jobs.run(["scancel", "--batch", "--signal=USR1", job])
     jobs.until_found(job, lambda: len(told(jobs.log(job))) == 8, "a requeue", 300)
     (folder / "go").touch()
     result = jobs.wait(job)

@@ -326,7 +326,7 @@ def test_job(jobs, ranks, make, frameworks):
     os.replace(folder / "samples.npy", alone / "samples.npy")
     np.save(folder / "other.npy", np.load(alone / "samples.npy")[::-1])
     os.replace(folder / "other.npy", folder / "samples.npy")
-    jobs.run(["scancel", "--signal=USR1", job])
+    jobs.run(["scancel", "--batch", "--signal=USR1", job])
     name = jobs.until(job, rf"^Saved runs/{job}/(checkpoint-\d+)$")[1]
     shutil.copytree(folder / "runs" / job / name, folder / "kept" / name)
     result = jobs.wait(job)
