@@ -61,7 +61,6 @@ main() {
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
 stage() {
-    # Where the job's folder is missing, Slurm starts in /tmp, whose files may be anybody's.
     [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     # mkdir fails where local_disk is missing, or where the nodes share it.
     mkdir -m 700 "$LOCAL_JOB_DIR" || fail "$SLURMD_NODENAME needs its own local_disk"
@@ -75,6 +74,8 @@ stage() {
 check_job() {
     # Only sbatch sets ENVIRONMENT. In a shell of srun --pty, another srun would only wait.
     [ "${ENVIRONMENT:-}" ] || fail "start it with sbatch"
+    # Where the job's folder is missing, Slurm starts in /tmp, whose files may be anybody's.
+    [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     [ -e main.py ] || fail "no main.py in $PWD"
     type "${python[0]}" &> /dev/null || fail "no ${python[0]} on $SLURMD_NODENAME: uv sync --locked"
     # In a container, this prints the version, or Apptainer says why not.

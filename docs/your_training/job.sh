@@ -108,7 +108,6 @@ train() {
 wait_for_srun() { while kill -0 "${training:-}" 2> /dev/null; do wait "$training"; done || :; }
 
 stage() {
-    # Where the job's folder is missing, Slurm starts in /tmp, whose files may be anybody's.
     [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     # What Slurm gave an earlier start of this job no time to remove. A link, or what is another
     # user's, is left alone.
@@ -222,6 +221,8 @@ ask_slurm() {
 check_job() {
     # Only sbatch sets ENVIRONMENT. In a shell of srun --pty, another srun would only wait.
     [ "${ENVIRONMENT:-}" ] || fail "start it with sbatch"
+    # Where the job's folder is missing, Slurm starts in /tmp, whose files may be anybody's.
+    [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     [ -e main.py ] || fail "no main.py in $PWD"
     type scontrol > /dev/null
     # In a container, this prints the version, or Apptainer says why not.
