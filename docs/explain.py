@@ -420,7 +420,8 @@ def plain(text, page, job):
         return f"{words} ({place_of(target, words, page)})"
 
     markup = r"``(.+?)``|`([^`<]+?)\s+<([^`>]+)>`__?|`([^`]+)`__?|\*(\S[^*]*?)\*"
-    return re.sub(markup, repl, " ".join(text.split())).replace("†", "(not run) ")
+    text = re.sub(markup, repl, " ".join(text.split()))
+    return text.replace("† (", "(not run: ").replace("†", "(not run)")
 
 
 def place_of(target, words, page):

@@ -82,8 +82,8 @@ SESSIONS = [
 def test_what_was_seen_is_explained(session):
     entry = first_entry("".join(printed for _, printed in session.commands))
     messages = LITERAL.findall(session.heading)
-    names = [re.sub(r"^(\S+\.(py|sh): )?error: ", "", each) for each in messages]
-    assert set(names) & set(entry.messages), entry.messages
+    names = {re.sub(r"^(\S+\.(py|sh): )?error: ", "", each) for each in messages}
+    assert entry and names & set(entry.messages), entry
 
 
 LOG = """\
