@@ -47,7 +47,9 @@ LITERAL = re.compile(r"``(.+?)``")
 LEADS_ON = re.compile(
     r"earl(y|ier|iest)\s+(error|line)|own\s+error|line\s+above|reasons\s+below"
 )
-SAYS_ERROR = re.compile("[Ee]rr(or|no)|ERROR|CANCELLED|[Ff]ailed|^\\(|srun: |slurmstepd")
+SAYS_ERROR = re.compile(
+    "[Ee]rr(or|no)|ERROR|CANCELLED|[Ff]ailed|^\\(|srun: |slurmstepd"
+)
 # ANSI's colours.
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 # What stands for others of its kind in a message. A number within a word, or that of an
@@ -66,7 +68,7 @@ ANY = {
     "host": r"[\w.-]{1,64}",
     "path": r"\S{0,300}/\S{0,300}",
     "number": r"\d(?:[\w.]*\w)?",
-    "space": "[\"'`‘’]*\\s+[\"'`‘’]*",
+    "space": r"""["'`\u2018\u2019]*\s+["'`\u2018\u2019]*""",
 }
 
 Entry = collections.namedtuple("Entry", "messages body page title order")
@@ -218,14 +220,15 @@ def entries_of(page):
     text = read_page(page)
     for found in ENTRY.finditer(text):
         term, body = found.group(1), textwrap.dedent(found.group(2)).strip("\n")
-        messages = [
-            re.sub(r"^(\S+\.(py|sh): )?error: ", "", message)
-            for message in LITERAL.findall(term)
-        ]
+        messages = [without_program(each) for each in LITERAL.findall(term)]
         title = HEADING.findall(text[: found.start()])[-1][0]
         harmless = re.match("A? ?harmless", body, re.IGNORECASE)
         order = 2 if harmless else 1 if LEADS_ON.search(body) else 0
         yield Entry(messages, body, page, title, order)
+
+
+def without_program(message):
+    return re.sub(r"^(\S+\.(py|sh): )?error: ", "", message)
 
 
 def patterns_of(entry):
@@ -390,15 +393,18 @@ def show(number, line):
 
 def render(entry, job):
     """Return an entry as text: its paragraphs joined, its listings as they are."""
-    parts, listing = [], False
+    parts, margin = [], None  # a listing is indented more than the text above it
     for part in re.split(r"\n\n+", entry.body):
-        if listing and part.startswith("   "):
-            parts.append(re.sub(r"^", "  ", with_job(part, job), flags=re.M))
+        indent = len(part) - len(part.lstrip(" "))
+        if margin is not None and indent > margin:
+            parts.append(re.sub("^", "  ", with_job(part, job), flags=re.MULTILINE))
             continue
-        listing = part.endswith("::")
         # A list's points stand below each other.
-        for point in re.split(r"\n(?= *(?:\d+\.|\*|-) )", part):
-            parts.append(plain(re.sub(r"::$", ":", point), entry.page, job))
+        points = re.split(r"\n(?= *(?:\d+\.|\*|-) )", part)
+        for point in points:
+            parts.append(plain(re.sub("::$", ":", point), entry.page, job))
+        text = re.match(r" *(?:(?:\d+\.|\*|-) +)?", points[-1]).end()
+        margin = text if part.endswith("::") else None
     return "\n".join(parts)
 
 
@@ -448,7 +454,9 @@ def make_id(title):
 
 def with_job(code, job):
     """Return a command with the number of this job in place of the pages' 7."""
-    before = r"\b(show job |jobs=|slurm-|scancel |release |requeue |requeuehold |JobId=)"
+    before = (
+        r"\b(show job |jobs=|slurm-|scancel |release |requeue |requeuehold |JobId=)"
+    )
     return re.sub(rf"{before}7\b", rf"\g<1>{job}", code) if job else code
 
 
