@@ -222,7 +222,9 @@ def write_messages(app, error: Exception | None) -> None:
                     for each in explain.patterns_of(entry)
                 ],
                 "order": entry.order,
-                "answer": explain.render(entry, None).replace("\xa0", " "),
+                "answer": explain.render(entry, None)
+                .split("\n")[0]
+                .replace("\xa0", " "),
                 "link": f"{page}#{id_of(entry.messages[0])}",
             }
         )
