@@ -120,11 +120,11 @@ def test_lines_from_a_pipe_where_no_letter_but_ascii_is_known():
 
 
 def test_nothing_known():
-    lines = "all is well\n" * 9 + "Traceback:\nKeyError: 'loss'\nKilled\n"
+    lines = "all is well\n" * 9 + "Traceback:\nKeyError: 'loss'\nFatal: x\n"
     result = run(text=lines)
     output = result.stdout.decode()
     assert result.returncode == 1, result
-    assert "line 11: KeyError: 'loss'\nline 12: Killed\n" in output
+    assert "line 11: KeyError: 'loss'\nline 12: Fatal: x\n" in output
     assert "the job script, the whole log" in " ".join(output.split())
     assert explain.ERROR == re.search(r'grep -nE "(.*?)" slurm-7.out', INDEX)[1]
 
