@@ -1,7 +1,10 @@
 """The site of CONTRIBUTING.rst: no link is broken, and its diffs are whole."""
 
 import html
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -103,6 +106,39 @@ def test_first_aid_begins_with_its_contents(site):
     page = (REPOSITORY / "docs" / "first_aid" / "ranks.rst").read_text()
     sections = re.findall(r"^(\S.*)\n[=-]+$", page, re.MULTILINE)[1:]
     assert len(re.findall("<li>", contents)) == len(sections) > 10
+
+
+def test_the_index_leads_to_the_entry_of_a_message(site):
+    links = [link for link in site["docs/first_aid.html"].links if "#message-" in link]
+    assert len(links) > 120
+    for link in links:
+        path, anchor = link.split("#")
+        assert anchor in site[f"docs/{path}"].ids, link
+
+
+def test_the_box_on_first_aid_knows_what_explain_knows(site):
+    """Without node, its data is checked, but its script does not run."""
+    static = site["docs/first_aid.html"].path.parent.parent / "_static"
+    messages = (static / "messages.js").read_text()
+    entries = json.loads(re.search("^const ENTRIES = (.*);$", messages, re.M)[1])
+    for entry in entries:
+        path, anchor = entry["link"].split("#")
+        assert anchor in site[f"docs/{path}"].ids
+        assert "`__" not in entry["answer"]
+    if not shutil.which("node"):
+        return
+    lines = (
+        r"World size 8\n[c10d] The hostname of the client socket cannot be retrieved."
+    )
+    lines += r" err=-3\nsrun: error: n7: task 3: Out Of Memory"
+    code = messages + (static / "explain.js").read_text()
+    code += (
+        f'; console.log(findEntries("{lines}").map((f) => f.entry.link).join("\\n"))'
+    )
+    output = subprocess.check_output(["node", "-e", code], text=True)
+    first, second = output.split()
+    assert first == "first_aid/ranks.html#message-out-of-memory"
+    assert "hostname-of-the-client" in second  # harmless
 
 
 @pytest.mark.parametrize("old, new", DIFFS)
