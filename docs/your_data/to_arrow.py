@@ -30,7 +30,8 @@ for path in sorted(Path(source).rglob("*.tar")):
     # A damaged header would end the shard, in silence. After its end are zeros only.
     try:
         with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
-            file.seek(tar.getmembers() and tar.offset)
+            tar.getmembers()
+            file.seek(tar.offset)
             if file.read(1024) != bytes(1024) or any(file.read()):
                 raise tarfile.ReadError("no end, or something behind it")
     except tarfile.TarError as error:
