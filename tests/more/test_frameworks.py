@@ -64,7 +64,7 @@ WITH_CROPS = {
         "train_dataset=dataset": "data_collator=collate, train_dataset=train_set",
         "eval_dataset=dataset": "eval_dataset=Seeded(dataset)",
         "    disable_tqdm": "    dataloader_num_workers=2,\n    disable_tqdm",
-        "    def on_step_end": "    def on_epoch_begin",
+        "\n    def on_step_end": "    # Trainer",
     },
 }
 
