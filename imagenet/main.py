@@ -321,6 +321,7 @@ def parse_args() -> argparse.Namespace:
     add("--limit-train-samples", type=positive_int, help="train on so many images")
     add("--limit-valid-samples", type=positive_int, help="validate on so many images")
     add("--image-size", type=positive_int, default=224, help="pixels per side")
+    add("--max-megapixels", type=positive_int, default=200, help="of an image's file")
     add(
         "--model",
         choices=["dummy", *known],
