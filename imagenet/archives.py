@@ -15,7 +15,7 @@ import tarfile
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
@@ -151,10 +151,7 @@ def list_tar(file: BinaryIO, start: int, size: int, where: str) -> list[Member]:
 def list_zip(file: BinaryIO, where: str) -> list[Member]:
     """Return what is in a zip."""
     try:
-        infos = zipfile.ZipFile(file).infolist()
-        if infos and min(info.header_offset for info in infos):
-            raise ValueError("something lies before it, such as another zip")
-        return [find_in_zip(file, info) for info in infos]
+        return [find_in_zip(file, info) for info in zipfile.ZipFile(file).infolist()]
     # If bytes are missing in the middle, offsets are negative: that is an OSError.
     except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
         raise StagingError(
@@ -302,21 +299,19 @@ def select(
     return images
 
 
-def check_classes(images: list[Member], names: list[str], where: str) -> None:
+def check_classes(images: list[Member], names: Iterable[str], where: str) -> None:
     """Has each class, of these names and of the images, images of both splits?"""
-    places = collections.Counter(image.name for image in images)
-    for name, count in places.items():
-        if count > 1:
-            raise StagingError(f"{where}: there are two images {name}: remove one")
-    classes = {class_of(name) for name in [*places, *names]}
+    found = {"train": set(), "val": set()}
+    for image in images:
+        found[image.name.split("/")[0]].add(class_of(image.name))
+    classes = found["train"].union(found["val"], map(class_of, names))
     if len(classes) < 2:
         raise StagingError(
             f"{where} has one class, {min(classes, default='of no images')}: put the "
             "images of each class in a folder of its own"
         )
-    for split in ("train", "val"):
-        found = {class_of(name) for name in places if name.startswith(f"{split}/")}
-        if missing := classes - found:
+    for split in found:
+        if missing := classes - found[split]:
             raise StagingError(
                 f"{where} has no {split} images of {min(missing)}: put JPEG, PNG or "
                 "WebP into train/CLASS/ and val/CLASS/, or remove the class"

@@ -70,8 +70,6 @@ def main() -> None:
             "prepare_data.py: error: "
             f"cannot stage {args.source} in {args.data_dir} on {HOST}: {error}"
         )
-    except KeyboardInterrupt:
-        sys.exit("prepare_data.py: error: interrupted")
 
 
 def stage(args: argparse.Namespace) -> None:
@@ -240,26 +238,27 @@ def remove_abandoned() -> None:
 
     If Slurm ends the job, as in a preemption, job.sh cannot: 150 GB would stay.
     """
-    this_job = os.environ.get("SLURM_JOB_ID", "none")
+    this_folder, this_job = archives.job_folder(), os.environ.get("SLURM_JOB_ID")
     # Another cluster's jobs have numbers of their own, and may share the disk.
-    cluster = re.escape(os.environ.get("SLURM_CLUSTER_NAME", "none"))
-    disk = Path(os.environ.get("LOCAL_JOB_DIR", "/tmp/job")).parent
-    job_of = {}  # Listed before squeue: a job that starts after it may make a folder.
-    for folder in disk.glob("slurm-job-*"):
-        found = re.fullmatch(rf"slurm-job-(\d+)-{cluster}(\.\w+)?", folder.name)
-        if found and found[1] != this_job:
-            job_of[folder] = found[1]
-    if not job_of:
-        return
-    command = ["squeue", "--me", "--noheader", "--all", "--array", "--format=%A"]
-    # SQUEUE_PARTITION, say, would hide jobs.
-    env = {name: os.environ[name] for name in os.environ if "SQUEUE_" not in name}
+    cluster = re.escape(os.environ.get("SLURM_CLUSTER_NAME", ""))
+    job_of = {}
     try:
+        for folder in Path(this_folder).parent.glob("slurm-job-*"):
+            found = re.fullmatch(rf"slurm-job-(\d+)-{cluster}(\.\w+)?", folder.name)
+            mine = folder.lstat().st_uid == os.geteuid()
+            if found and mine and found[1] != this_job:
+                job_of[folder] = found[1]
+        if not this_folder or not job_of:
+            return
+        # Listed after the folders, which a job that starts meanwhile may make.
+        command = ["squeue", "--me", "--noheader", "--all", "--array", "--format=%A"]
+        # SQUEUE_PARTITION, say, would hide jobs.
+        env = {name: os.environ[name] for name in os.environ if "SQUEUE_" not in name}
         jobs = subprocess.check_output(command, env=env, text=True).split()
         if this_job not in jobs:
             return  # without this job, it is no list of the jobs here
         for folder, job in job_of.items():
-            if job not in jobs and folder.lstat().st_uid == os.geteuid():
+            if job not in jobs:
                 shutil.rmtree(folder)
                 logging.info(f"removed {folder}, which an ended job of yours left")
     except (OSError, subprocess.CalledProcessError):
