@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import stat
-import struct
 import tarfile
 import unicodedata
 import zipfile
@@ -112,9 +111,9 @@ def read_devkit(devkit: Path) -> dict[int, str]:
 
 def list_members(path: Path) -> list[Member]:
     """Return what is in a tar or a zip."""
+    if path.suffix.lower() == ".zip":
+        return list_zip(path)
     with open(path, "rb") as file:
-        if path.suffix.lower() == ".zip":
-            return list_zip(file, path.name)
         return list_tar(file, 0, path.stat().st_size, path.name)
 
 
@@ -148,19 +147,20 @@ def list_tar(file: BinaryIO, start: int, size: int, where: str) -> list[Member]:
     return members
 
 
-def list_zip(file: BinaryIO, where: str) -> list[Member]:
+def list_zip(path: Path) -> list[Member]:
     """Return what is in a zip."""
     try:
-        return [find_in_zip(file, info) for info in zipfile.ZipFile(file).infolist()]
+        with zipfile.ZipFile(path) as listed:
+            return [find_in_zip(listed, info) for info in listed.infolist()]
     # If bytes are missing in the middle, offsets are negative: that is an OSError.
-    except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
         raise StagingError(
-            f"{where}: {error}: fetch it again, or pack a .tar (macOS makes zips of "
-            "over 4 GB that cannot be read)"
+            f"{path.name}: {error}: fetch it again, or pack a .tar (macOS makes zips "
+            "of over 4 GB that cannot be read)"
         ) from None
 
 
-def find_in_zip(file: BinaryIO, info: zipfile.ZipInfo) -> Member:
+def find_in_zip(listed: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
     """Return where a file is in a zip. Raises ValueError if it cannot be used."""
     name = info.filename
     if not info.flag_bits & 0x800:
@@ -178,9 +178,8 @@ def find_in_zip(file: BinaryIO, info: zipfile.ZipInfo) -> Member:
             f"{name!r} is encrypted, a link, compressed by another method than "
             "deflate, or of more than 256 MB"
         )
-    # The bytes come after a header of 30 bytes, the name, and an extra field.
-    header = os.pread(file.fileno(), 30, info.header_offset)
-    offset = info.header_offset + 30 + sum(struct.unpack("<26x2H", header))
+    with listed.open(info):  # compares two headers, and reads one
+        offset = listed.fp.tell()
     packed = info.compress_size if deflated else 0
     return Member(name, offset, info.file_size, packed, info.CRC)
 
