@@ -37,12 +37,12 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "old, new, most_added, most_removed",
     [
-        ("single_gpu/main.py", "multi_gpu/main.py", 93, 18),
-        ("multi_gpu/main.py", "multi_node/main.py", 51, 10),
+        ("single_gpu/main.py", "multi_gpu/main.py", 78, 16),
+        ("multi_gpu/main.py", "multi_node/main.py", 29, 6),
         ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
         ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
         ("multi_node/job.sh", "multi_node/job_torchrun.sh", 20, 11),
-        ("multi_node/main.py", "imagenet/main.py", 211, 195),
+        ("multi_node/main.py", "imagenet/main.py", 212, 194),
         ("multi_node/job.sh", "imagenet/job.sh", 153, 30),
         # What is shared with multi_node's changes there, too.
         ("docs/your_training/before.py", "docs/your_training/main.py", 47, 8),
