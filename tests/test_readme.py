@@ -40,10 +40,10 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
         ("single_gpu/main.py", "multi_gpu/main.py", 78, 16),
         ("multi_gpu/main.py", "multi_node/main.py", 29, 6),
         ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
-        ("multi_gpu/job.sh", "multi_node/job.sh", 18, 10),
+        ("multi_gpu/job.sh", "multi_node/job.sh", 20, 10),
         ("multi_node/job.sh", "multi_node/job_torchrun.sh", 20, 11),
         ("multi_node/main.py", "imagenet/main.py", 212, 194),
-        ("multi_node/job.sh", "imagenet/job.sh", 153, 30),
+        ("multi_node/job.sh", "imagenet/job.sh", 175, 30),
         # What is shared with multi_node's changes there, too.
         ("docs/your_training/before.py", "docs/your_training/main.py", 47, 8),
         ("docs/your_training/main.py", "docs/your_training/resume/main.py", 74, 15),

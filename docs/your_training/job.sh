@@ -185,14 +185,14 @@ finish() {
     found=$(list_checkpoints)
     new=$(echo "$found" | grep -vxFf "$RUN_DIR/seen")
     remove_data
-    # Then Slurm decides whether it comes back. A requeue would bring a cancelled job back.
-    [ -z "${ended_by_slurm:-}" ] || exit "$status"
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
         scontrol update JobId="$this_job" Requeue=0
         exit 0
     fi
     ask_slurm
+    # Then Slurm decides whether it comes back. A requeue would bring a cancelled job back.
+    [ -z "${ended_by_slurm:-}" ] || exit "$status"
     if [[ $new || $job == *PreemptTime=2* ]]; then  # 2026-…, or None
         echo "job.sh: status $status: starts again, to resume"
         for _ in 1 2 3; do
