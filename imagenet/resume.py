@@ -25,6 +25,7 @@ import functools
 import hashlib
 import io
 import json
+import math
 import mmap
 import multiprocessing.util
 import os
@@ -41,16 +42,13 @@ from typing import NoReturn
 
 # Slurm's warnings: SIGUSR1 before the time limit, SIGTERM before a preemption. They may
 # come in the middle of anything, and twice, so the handler does nothing else.
-SIGNALS = {signal.SIGUSR1, signal.SIGTERM}
 warned = []
-for each in SIGNALS:
+for each in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(each, lambda number, frame: warned.append(number))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from torch.utils._pytree import tree_map  # noqa: E402
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler  # noqa: E402
 
 # The same on all ranks: rank 0's is saved. All else is each rank's own.
@@ -62,19 +60,8 @@ SHARED = (
 )
 
 
-class Level:
-    """An open loop: the how manieth of its level in this turn of the loop around it."""
-
-    def __init__(self, number: int = 0, done: int = 0):
-        self.number, self.done = number, done  # so many turns are done
-        self.begin_turn()
-
-    def begin_turn(self) -> None:
-        self.points = 0  # loops, validations and saves that this turn has begun
-        self.is_innermost = True
-
-    def place(self) -> list[int]:
-        return [self.number, self.done]
+class RunError(Exception):
+    """Why a run must end, in one line."""
 
 
 class Run:
@@ -100,20 +87,17 @@ class Run:
         save_steps: int = 10**9,
         **parts,
     ):
-        own = {"folder": Path(folder or os.environ.get("RUN_DIR", ".")).absolute()}
-        own |= {"settings": json.loads(json.dumps(settings or {}, default=str))}
-        vars(self).update(own)
+        vars(self)["folder"] = Path(folder or os.environ.get("RUN_DIR", ".")).absolute()
+        vars(self)["settings"] = json.loads(json.dumps(settings or {}, default=str))
         self._keep, self._save_seconds = keep, 60 * save_minutes
         self._save_steps, self._stop_at = save_steps, int(os.environ.get("STOP_AT", 0))
-        self._names, self._loaders, self._sums = [], {}, []
-        self._levels = [Level()]  # the first is around all loops
-        self._seed = None
-        self._saved = self._load()  # until the loops have reached its place
+        self._names, self._sums, self._levels = [], [], [Level()]  # around all loops
+        self._seed, self._ranks, self._place = None, world_size(), []
+        self._load()
         self._saved_at = self._met_at = time.monotonic()
-        self._turns = 0  # of innermost loops, in this start
         # The first meeting is after one turn: also a start that must stop at once gets
         # further.
-        self._since_meeting, self._meeting = 0, 1
+        self._turns, self._since_meeting, self._meeting = 0, 0, 1
         self.add(**parts)
 
     def __setattr__(self, name: str, value) -> None:
@@ -130,7 +114,7 @@ class Run:
                 raise AttributeError(f"run.{name} is taken: choose another name")
             vars(self)[name] = part
             self._names.append(name)
-        if self._saved:
+        if self._place:
             self._restore(parts)
 
     def loop(self, items: Iterable | Callable, group: int = 1) -> Iterator:
@@ -141,39 +125,39 @@ class Run:
         returns an iterable that begins there. With `group`, as where gradients
         accumulate, so many turns belong together.
         """
-        level = self._enter(items, group)
-        if level is None:  # an earlier start has ended this loop
-            return self._draw("after")
+        self._levels[-1].is_innermost = False
+        level = self._begin()
         try:
-            rest = self._rest(items, level)
-            self._draw("item")
-            for item in rest:
-                self._draw("turn")
-                yield item
-                level.done += 1
-                self._end_turn(level, group)
+            if level:  # else an earlier start has left this loop
+                self._levels.append(level)
+                rest = self._rest(items, level, group)
                 self._draw("item")
+                for item in rest:
+                    self._draw("turn")
+                    yield item
+                    self._end_turn(level, group)
+                    self._draw("item")
         finally:  # also after a break
             if level in self._levels:
                 del self._levels[self._levels.index(level) :]
-            for sums in self._sums:
-                sums.at_end = sums.now.clone()
+            self._sums_at_end = self._own_sums()  # the script may reduce them
             self._draw("after")
 
     def pausable(self, batches: Iterable) -> Iterator:
-        """Yield the batches of a validation, which may be stopped, and begins again."""
-        self._reach_point()
+        """Yield the batches of a validation. Stopped, it begins again."""
+        self._begin()
         count = reduce([length(batches)], dist.ReduceOp.MIN)[0]  # a rank may have fewer
         for number, batch in enumerate(batches):
-            if number < count and number % 20 == 0 and reduce([len(warned)])[0]:
-                self._stop(at_point=True)
+            if number < count and number % 20 == 0:
+                self._meet(at_point=True)
             yield batch
         self._draw("after")
 
     def save(self) -> None:
         """Save now. The next start goes on from here. Not under an `if`."""
-        if not self._reach_point():
-            self._meet(save=True, at_point=True)
+        if self._begin():
+            self._saved_at = -math.inf
+            self._meet(at_point=True)
 
     def sums(self, count: int, device: torch.device | str = "cpu") -> Tensor:
         """Return float64 zeros to add to in place, until this turn ends.
@@ -181,10 +165,11 @@ class Run:
         What earlier starts have added, on all ranks, is in those of rank 0.
         """
         sums = torch.zeros(count, dtype=torch.float64, device=device)
-        if self._saved and rank() == 0:
-            saved, self._sums_left = self._sums_left[:count], self._sums_left[count:]
-            sums[: len(saved)] = torch.tensor(saved, dtype=torch.float64)
-        self._sums.append(Sums(sums, len(self._levels)))
+        if self._place and rank() == 0:
+            done, self._totals = self._totals[:count], self._totals[count:]
+            if done:
+                sums += sums.new_tensor(done)
+        self._sums.append((len(self._levels), sums))
         return sums
 
     def write(self, name: str, content) -> None:
@@ -195,74 +180,59 @@ class Run:
 
     # Loops
 
-    def _enter(self, items, group: int) -> Level | None:
-        """Begin a loop where it stopped. Return None if it has ended."""
+    def _begin(self):
+        """Count a loop or another place. Return None where an earlier start left it."""
+        if self._seed is None:
+            self._seed = tell_all(torch.initial_seed())
         around, depth = self._levels[-1], len(self._levels) - 1
-        around.is_innermost = False
-        level = Level(around.points)
-        around.points += 1
-        turns = length(items)
-        most, least = reduce([turns, -turns], dist.ReduceOp.MAX)
-        if most + least:
-            fail(f"a rank has {most:.0f} turns of a loop, another one {-least:.0f}")
-        place = self._saved and self._saved["resume"]["place"]
-        if not place or depth >= len(place):
-            self._levels.append(level)
-            return level
-        number, level.done = place[depth]
-        if level.number < number:
-            return None
-        if replicas := getattr(getattr(items, "sampler", None), "num_replicas", None):
-            level.done = level.done * self._saved["resume"]["ranks"] // replicas
-            level.done -= level.done % group
-        if depth + 1 == len(place):
-            self._finish_loading()
-        self._levels.append(level)
-        return level
+        number, done = around.places, 0
+        around.places += 1
+        if depth < len(self._place):
+            saved_number, done = self._place[depth]
+            if number < saved_number:
+                return None
+            if depth + 1 == len(self._place):
+                self._restore(self._names)
+                self._saved, self._place = None, []
+        return Level(number, done)
 
-    def _reach_point(self) -> bool:
-        """Count a place outside of loops. Return whether the run goes on from it."""
-        around, depth = self._levels[-1], len(self._levels) - 1
-        place = self._saved and self._saved["resume"]["place"]
-        around.points += 1
-        if not place or depth + 1 < len(place):
-            return bool(place)
-        if around.points - 1 == place[depth][0]:
-            self._finish_loading()
-        return True
-
-    def _end_turn(self, level: Level, group: int) -> None:
+    def _end_turn(self, level, group: int) -> None:
         """Count a turn, and let the ranks meet if it is time to."""
-        if self._saved:
+        if self._place:
             fail("the loops are not those of the checkpoint: choose another folder")
         depth = self._levels.index(level)
-        self._sums = [sums for sums in self._sums if sums.depth <= depth]
+        self._sums = [sums for sums in self._sums if sums[0] <= depth]
+        level.done += 1
+        self._since_meeting += 1
         if level.is_innermost:
-            self._turns += 1
-            self.step += 1
+            self._turns, self.step = self._turns + 1, self.step + 1
+            if self._turns == self._stop_at:
+                warned.append("STOP_AT")
+            if self.step % self._save_steps == 0:
+                self._saved_at = -math.inf
+            if self._turns == self._stop_at or self.step % self._save_steps == 0:
+                self._meeting = 0
         elif depth == 1:
             self.epoch, self.step = self.epoch + 1, 0
-        innermost = level.is_innermost
-        level.begin_turn()
-        self._since_meeting += 1
-        stop = 0 < self._stop_at <= self._turns
-        save = innermost and self.step % self._save_steps == 0
-        if level.done % group == 0:
-            if stop or save or self._since_meeting >= self._meeting:
-                self._meet(save, stop)
+        level.is_innermost, level.places = True, 0
+        if level.done % group == 0 and self._since_meeting >= self._meeting:
+            self._meet()
 
-    def _rest(self, items, level: Level) -> Iterable:
+    def _rest(self, items, level, group: int) -> Iterable:
         """Return what is left of a loop."""
         if callable(items):
             return items(level.done)
         if isinstance(items, (range, list, tuple)):
             return items[level.done :]
         if isinstance(items, DataLoader):
+            if replicas := getattr(items.sampler, "num_replicas", 0):
+                level.done = level.done * self._ranks // (replicas * group) * group
             order = self._set_order(items)
-            if not isinstance(items.dataset, IterableDataset):
-                return self._load_rest(items, level.done, order)
+            if items.batch_sampler and not isinstance(items.dataset, IterableDataset):
+                return load_rest(items, level.done, order)
         iterator, done = iter(items), level.done
-        for level.done in range(done):  # read again
+        for number in range(done):
+            level.done = number
             self._draw("item")
             next(iterator)
         level.done = done
@@ -271,9 +241,8 @@ class Run:
     def _set_order(self, loader: DataLoader) -> int:
         """Let a loader's order follow from its place in the run. Return its seed."""
         # Without a DistributedSampler, each rank has an order of its own.
-        own = isinstance(loader.sampler, RandomSampler)
-        place = [number for level in self._levels for number in level.place()][:-1]
-        order = make_seed(self._seed, "order", *place, rank() if own else 0)
+        own = rank() if type(loader.sampler) is RandomSampler else 0
+        order = make_seed(self._seed, "order", *self._where()[:-1], own)
         for part in (loader.dataset, loader.sampler, loader.batch_sampler, loader):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self._levels[-2].done)
@@ -282,112 +251,94 @@ class Run:
         seed(order)
         return order
 
-    def _load_rest(self, loader: DataLoader, done: int, order: int) -> DataLoader:
-        """Return a loader of what is left. It does not load what is done."""
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        _, rest = self._loaders.get(id(loader), (loader, None))
-        left = list(getattr(loader, name))[done:]
-        if rest is None:
-            rest = copy.copy(loader)
-            vars(rest).update(dataset=Seeded(loader.dataset), _iterator=None)
-            vars(rest)[name] = Keys(name == "batch_sampler")
-            if loader.persistent_workers:  # their iterator keeps this object
-                self._loaders[id(loader)] = loader, rest
-        vars(vars(rest)[name]).update(left=left, order=order)
-        return rest
+    def _where(self) -> list[int]:
+        return [n for level in self._levels for n in (level.number, level.done)]
 
     def _draw(self, what: str) -> None:
         """Let what is drawn from here on follow from the place in the run."""
-        if self._seed is None:
-            self._seed = tell_all(torch.initial_seed())
-        place = [number for level in self._levels for number in level.place()]
-        points = self._levels[-1].points
-        seed(make_seed(self._seed, what, *place, points, rank()))
+        places = self._levels[-1].places
+        seed(make_seed(self._seed, what, *self._where(), places, rank()))
 
     # Meetings of the ranks
 
-    def _meet(self, save=False, stop=False, at_point=False) -> None:
+    def _meet(self, at_point: bool = False) -> None:
         """Let the ranks add up what each has to say, and go by that."""
-        seconds = time.monotonic() - self._met_at
-        speed = self._since_meeting / max(1e-6, seconds) / world_size()
-        due = time.monotonic() - self._saved_at > self._save_seconds
-        numbers = [len(warned) + stop, due, speed, *self._own_sums(at_point)]
-        stop, due, speed, *self._totals = reduce(numbers)
-        self.on_meeting(self._totals, speed)
+        now = time.monotonic()
+        due = now - self._saved_at > self._save_seconds
+        speed = self._since_meeting / (now - self._met_at + 1e-6) / world_size()
+        sums = self._sums_at_end if at_point else self._own_sums()
+        stop, due, speed, *self._totals = reduce([len(warned), due, speed, *sums])
+        if self._since_meeting:
+            self.on_meeting(self._totals, speed)
         if self._turns == 1:
-            on_rank_0("cannot save", self._check_values)
-        if stop:
-            self._stop(at_point)
-        if save or due:
+            self._pack_own()  # what cannot be saved is refused now
+        if stop or due:
             self._save(at_point)
+        if stop:
+            say(
+                f"Asked to stop: saved step {self.step} of epoch {self.epoch}, "
+                "to go on from there"
+            )
+            self.on_stop()
+            leave(75)  # "try again later". For job.sh, any but 0 would do.
         # Again in 20 turns or two seconds: a signal leaves little time.
         self._since_meeting, self._met_at = 0, time.monotonic()
         self._meeting = max(1, min(20, int(2 * speed)))
 
-    def _own_sums(self, at_point: bool) -> list[float]:
-        """Return this rank's sums. At a point, the script may have reduced them."""
-        sums = [sums.at_end if at_point else sums.now for sums in self._sums]
-        return [number for each in sums for number in each.tolist()]
-
-    def _stop(self, at_point: bool) -> None:
-        self._save(at_point)
-        say(
-            f"Asked to stop: saved step {self.step} of epoch {self.epoch}, "
-            "to go on from there"
-        )
-        self.on_stop()
-        leave(75)  # "try again later". For job.sh, any but 0 would do.
-
-    def _check_values(self) -> None:
-        """Refuse what cannot be saved now, not when Slurm warns."""
-        for name in self._names:
-            state = tree_map(
-                lambda leaf: 0 if isinstance(leaf, Tensor) else leaf, self._state(name)
-            )
-            try:
-                unpack(pack(state))
-            except Exception as error:  # of several kinds
-                raise RunError(
-                    f"run.{name} cannot be saved, give numbers, strings, tensors, or "
-                    f"lists and dicts of these: {str(error).splitlines()[0]}"
-                ) from error
+    def _own_sums(self) -> list[float]:
+        return [number for _, sums in self._sums for number in sums.tolist()]
 
     # Checkpoints
 
-    def _state(self, name: str):
-        """Return what is saved of a part."""
-        part = unwrap(getattr(self, name))
-        state = part.state_dict() if hasattr(part, "state_dict") else part
-        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, state)
+    def _pack_own(self) -> dict[str, bytes]:
+        """Return what is this rank's own."""
+        packed = {}
+        for name in self._names:
+            part = unwrap(getattr(self, name))
+            if isinstance(part, SHARED):
+                continue
+            try:
+                packed[name] = pack(part.state_dict() if is_object(part) else part)
+                unpack(packed[name])
+            except Exception as error:  # of several kinds
+                fail(
+                    f"run.{name} cannot be saved, take numbers, strings, tensors, or "
+                    f"lists and dicts of them: {str(error).splitlines()[0]}"
+                )
+        return packed
 
     def _save(self, at_point: bool) -> None:
         """Let rank 0 write a checkpoint, while the others wait."""
-        place = [level.place() for level in self._levels[1:]]
-        if at_point:
-            place.append([self._levels[-1].points - 1, 0])
-        about = {name: getattr(self, name) for name in ("epoch", "step", "settings")}
-        about |= {"place": place, "seed": self._seed, "ranks": world_size()}
-        about["sums"] = reduce(self._own_sums(at_point))
-        parts = {name: unwrap(getattr(self, name)) for name in self._names}
-        shared = [name for name in parts if isinstance(parts[name], SHARED)]
-        own = {name: self._state(name) for name in parts if name not in shared}
-        models = [name for name in shared if isinstance(parts[name], nn.Module)]
-        prints = {name: fingerprint(parts[name]) for name in models}
-        everyone = [unpack(packed) for packed in gather(pack([own, prints]))]
-
         path = self.folder / f"epoch-{self.epoch:03}-step-{self.step:06}.pt"
+        parts = {name: unwrap(getattr(self, name)) for name in self._names}
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                check_weights(part, f"cannot write {path}: the weights of {name}")
+        place = [[level.number, level.done] for level in self._levels[1:]]
+        if at_point:
+            place.append([self._levels[-1].places - 1, 0])
+        own = self._pack_own()
+        about = {
+            "place": place,
+            "epoch": self.epoch,
+            "step": self.step,
+            "sums": self._totals,
+            "settings": self.settings,
+            "seed": self._seed,
+            "own": [tell_all(own, other) for other in range(world_size())],
+        }
+        state = {name: p.state_dict() for name, p in parts.items() if name not in own}
 
-        def save() -> None:
-            for name in models:
-                check_weights(name, parts[name], [found[name] for _, found in everyone])
-            about["own"] = [pack(own) for own, _ in everyone]
-            state = {name: self._state(name) for name in shared}
+        def write_and_tidy() -> None:
+            got_further = not path.exists()
             write(path, state | {"resume": about})
+            if got_further and "GOT_FURTHER" in os.environ:  # until job.sh looks itself
+                Path(os.environ["GOT_FURTHER"]).touch()
             with contextlib.suppress(OSError):  # the checkpoint is whole
                 for old in self._paths()[self._keep :]:
                     old.unlink()
 
-        on_rank_0(f"cannot write {path}", save, self.while_saving)
+        on_rank_0(f"cannot write {path}", write_and_tidy, self.while_saving)
         self._saved_at = time.monotonic()
 
     def _paths(self) -> list[Path]:
@@ -398,28 +349,22 @@ class Run:
             reverse=True,
         )
 
-    def _load(self) -> dict | None:
-        """Return the newest whole checkpoint, if it is of this run."""
+    def _load(self) -> None:
+        """Read the newest whole checkpoint, if it is of this run."""
         if reduce([self.settings != tell_all(self.settings)])[0]:
-            fail("not every node has the same settings and data: stage it again")
+            fail("not every node has the same data and settings: stage it again")
         path = on_rank_0(f"cannot use {self.folder}", self._find)
         if path is None:
-            if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-                say(
-                    f"warning: started again, and no checkpoint is in {self.folder}: "
-                    "none was saved, or the nodes do not share this disk"
-                )
-            return None
+            return
         if reduce([not os.path.exists(path)])[0]:
             fail(f"not every node has {path}: move it to a shared disk")
-        saved = read(path)
-        if "resume" not in saved:
-            fail(f"{path} is not of this resume.py: choose another folder")
-        about = saved["resume"]
+        self._saved = read(path)
+        about = self._saved.get("resume", {"settings": {"resume.py": None}})
+        saved, mine = about["settings"], self.settings
         changed = [
-            f"{name} {about['settings'].get(name)}, not {self.settings.get(name)}"
-            for name in self.settings | about["settings"]
-            if about["settings"].get(name) != self.settings.get(name)
+            f"{name} {saved.get(name)}, not {mine.get(name)}"
+            for name in mine | saved
+            if saved.get(name) != mine.get(name)
         ]
         if changed:
             fail(
@@ -427,12 +372,14 @@ class Run:
                 "go on as it began, or choose another folder"
             )
         say(f"Resuming from {path}")
-        self.epoch, self.step, self._seed = (
-            about[n] for n in ("epoch", "step", "seed")
+        self.epoch, self.step, self._place = (
+            about["epoch"],
+            about["step"],
+            about["place"],
         )
-        self._sums_left = about["sums"]
-        self._own = about["own"][rank() % len(about["own"])]
-        return saved
+        self._seed, self._totals = about["seed"], about["sums"]
+        self._ranks = len(about["own"])
+        self._own = about["own"][rank() % self._ranks]
 
     def _find(self) -> str | None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -451,6 +398,11 @@ class Run:
             raise RunError(
                 f"no whole checkpoint is left in {self.folder}: "
                 "remove the damaged ones there to start again from the beginning"
+            )
+        if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+            say(
+                f"warning: started again, and no checkpoint is in {self.folder}: "
+                "none was saved, or the nodes do not share this disk"
             )
         return None
 
@@ -474,86 +426,65 @@ class Run:
 
     def _restore(self, names: Iterable) -> None:
         """Give parts the state that was saved of them."""
-        own = unpack(self._own, on_gpu=True)
         for name in names:
-            part = unwrap(getattr(self, name))
-            if not hasattr(part, "load_state_dict"):
-                setattr(self, name, own.get(name, part))
-                continue
-            state = self._saved.get(name, own.get(name))
-            if state == {} and part.state_dict():
-                continue  # a scaler that was idle, in another precision
-            try:
-                # A copy: the tensors lie in the file, which is deleted later.
-                part.load_state_dict(copy.deepcopy(state))
-            except Exception as error:  # of several kinds
-                fail(f"the checkpoint's {name} does not fit: {error!r}")
-
-    def _finish_loading(self) -> None:
-        """The loops have reached the place of the checkpoint."""
-        lost = {*self._saved, *unpack(self._own)} - {*self._names, "resume"}
-        if lost:
-            fail(
-                f"the checkpoint has {', '.join(lost)}, which this script does not add"
-            )
-        self._restore(self._names)
-        self._saved = self._own = None
+            part, state = unwrap(getattr(self, name)), self._saved.get(name)
+            if name in self._own:
+                state = unpack(self._own[name])
+            if not is_object(part):
+                setattr(self, name, state if name in self._own else part)
+            elif state != {}:  # as of a scaler that was idle, in another precision
+                try:
+                    # A copy: the tensors lie in the file, which is deleted later.
+                    part.load_state_dict(copy.deepcopy(state))
+                except Exception as error:  # of several kinds
+                    fail(f"the checkpoint's {name} does not fit: {error!r}")
 
 
-class RunError(Exception):
-    """Why a run must end, in one line."""
+class Level:
+    """An open loop: the how manieth in this turn of the loop around it."""
+
+    # Of its present turn. A place is a loop, a validation or a save.
+    places, is_innermost = 0, True
+
+    def __init__(self, number: int = 0, done: int = 0):
+        self.number, self.done = number, done
 
 
-class Sums:
-    """What this rank has added up, now and when its last loop ended."""
-
-    def __init__(self, now: Tensor, depth: int):
-        self.now, self.depth = now, depth
-        self.at_end = now.clone()
+def load_rest(loader: DataLoader, done: int, order: int) -> DataLoader:
+    """Return a loader of what is left. It does not load what is done."""
+    rest = vars(loader).get("_rest")
+    if rest is None:
+        rest = copy.copy(loader)
+        # An iterator of persistent workers keeps the object that tells the batches.
+        data = Seeded(loader.dataset)
+        vars(rest).update(dataset=data, batch_sampler=[], _iterator=None)
+        if loader.persistent_workers:
+            vars(loader)["_rest"] = rest
+    left = list(loader.batch_sampler)[done:]
+    rest.batch_sampler[:] = [[(order, index) for index in batch] for batch in left]
+    return rest
 
 
 class Seeded:
     """A data set whose samples draw what follows from their order and index."""
 
+    data = None
+
     def __init__(self, data):
         self.data = data
 
     def __getattr__(self, name: str):
-        if name == "data":  # not there yet
-            raise AttributeError(name)
         return getattr(self.data, name)
 
-    def __len__(self) -> int:
-        return len(self.data)
+    def __getitems__(self, keys: list[tuple]) -> list:
+        if hasattr(self.data, "__getitems__"):
+            seed(make_seed(*keys[0]))
+            return self.data.__getitems__([index for _, index in keys])
+        return [self[key] for key in keys]
 
     def __getitem__(self, key: tuple):
         seed(make_seed(*key))
         return self.data[key[1]]
-
-    def __getitems__(self, keys: list[tuple]) -> list:
-        if not hasattr(self.data, "__getitems__"):
-            return [self[key] for key in keys]
-        seed(make_seed(*keys[0]))
-        return self.data.__getitems__([index for _, index in keys])
-
-
-class Keys:
-    """A sampler's indices, or batches of them, each with the order's seed."""
-
-    left, order = [], 0
-
-    def __init__(self, batched: bool):
-        self.batched = batched
-
-    def __len__(self) -> int:
-        return len(self.left)
-
-    def __iter__(self) -> Iterator:
-        for item in self.left:
-            if self.batched:
-                yield [(self.order, index) for index in item]
-            else:
-                yield self.order, item
 
 
 def make_seed(*values) -> int:
@@ -574,11 +505,11 @@ def seed(number: int) -> None:
 
 
 def length(items) -> int:
-    """Return how many items there are, or 0 if nobody knows."""
+    """Return how many items there are; if nobody knows, as many as on other ranks."""
     try:
         return len(items)
     except TypeError:
-        return 0
+        return 2**53
 
 
 # The ranks. All call these functions together.
@@ -592,42 +523,29 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def place_of_messages() -> str:
+def device() -> str:
+    """Return where the ranks' messages to each other must be."""
     return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"
 
 
 def reduce(numbers: list, operation=dist.ReduceOp.SUM) -> list[float]:
     """Return the sums, or another operation, over all ranks."""
-    numbers = torch.tensor(numbers, dtype=torch.float64, device=place_of_messages())
+    numbers = torch.tensor(numbers, dtype=torch.float64, device=device())
     if dist.is_initialized():
         dist.all_reduce(numbers, operation)
     return numbers.tolist()
 
 
-def gather(message: bytes) -> list[bytes]:
-    """Return on rank 0 what each rank has given."""
-    if not dist.is_initialized():
-        return [message]
-    sizes = reduce([len(message) * (r == rank()) for r in range(world_size())])
-    padded = message.ljust(int(max(sizes)))
-    mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
-    mine = mine.to(place_of_messages())
-    parts = [torch.empty_like(mine) for _ in sizes] if rank() == 0 else None
-    dist.gather(mine, parts)
-    found = [part.cpu().numpy().tobytes() for part in parts or []]
-    return [part[: int(size)] for part, size in zip(found, sizes, strict=False)]
-
-
-def tell_all(value):
-    """Return on all ranks what rank 0 has given: what JSON can say."""
+def tell_all(value, source: int = 0):
+    """Return on all ranks what one of them has given. No pickled code is run."""
     if not dist.is_initialized():
         return value
-    text = json.dumps(value).encode() if rank() == 0 else b""
-    size = int(reduce([len(text)])[0])
-    message = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
-    message = message.to(place_of_messages())
-    dist.broadcast(message, 0)
-    return json.loads(message.cpu().numpy().tobytes())
+    packed = pack(value) if rank() == source else b""
+    size = int(reduce([len(packed)])[0])
+    message = torch.frombuffer(bytearray(packed.ljust(size)), dtype=torch.uint8)
+    message = message.to(device())
+    dist.broadcast(message, source)
+    return unpack(message.cpu().numpy().tobytes())
 
 
 def on_rank_0(failure: str, function: Callable, around=contextlib.nullcontext):
@@ -675,33 +593,29 @@ def leave(status: int) -> NoReturn:
 
 
 def unwrap(part):
-    """Return the model within DDP and torch.compile."""
-    while hasattr(part, "_orig_mod") or isinstance(part, DistributedDataParallel):
-        part = getattr(part, "_orig_mod", None) or part.module
-    return part
+    """Return the model within torch.compile and DDP."""
+    part = getattr(part, "_orig_mod", part)
+    if isinstance(part, nn.parallel.DistributedDataParallel):
+        part = part.module
+    return getattr(part, "_orig_mod", part)
 
 
-def fingerprint(model: nn.Module) -> int:
-    """Return a number that differs where ranks have different weights."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    # Of integers, the sum does not depend on their order.
-    return sum(
-        int(weight.detach().view(kinds[weight.element_size()]).sum(dtype=torch.int64))
-        for weight in model.parameters()
+def is_object(part) -> bool:
+    return hasattr(part, "load_state_dict")
+
+
+def check_weights(model: nn.Module, failure: str) -> None:
+    """End all ranks where weights are not finite, or differ between the ranks."""
+    total = sum(
+        float(weight.detach().double().abs().sum()) for weight in model.parameters()
     )
-
-
-def check_weights(name: str, model: nn.Module, fingerprints: list[int]) -> None:
-    """Raise RunError where ranks have different weights, or a weight is not finite."""
-    finite = all(weight.isfinite().all() for weight in model.parameters())
-    if not finite or any(buffer.isnan().any() for buffer in model.buffers()):
-        raise RunError(f"nothing is saved: the weights of {name} are not finite")
-    for other, found in enumerate(fingerprints):
-        if found != fingerprints[0]:
-            raise RunError(
-                f"nothing is saved: the weights of {name} differ between ranks 0 and "
-                f"{other}: is DDP's forward() called in each turn?"
-            )
+    bad = not math.isfinite(total) or any(b.isnan().any() for b in model.buffers())
+    bad, most, least = reduce([bad, total, -total], dist.ReduceOp.MAX)
+    if bad:
+        fail(f"{failure} are not finite")
+    # The same numbers, added up by another kind of processor, differ a little.
+    if most + least > 1e-9 * most:
+        fail(f"{failure} differ between ranks: call DDP's forward() in each turn")
 
 
 def pack(value) -> bytes:
@@ -710,11 +624,11 @@ def pack(value) -> bytes:
     return file.getvalue()
 
 
-def unpack(packed: bytes, on_gpu: bool = False):
-    """Return what was packed; on the GPU, if asked, what came from one."""
+def unpack(packed: bytes):
+    """Return what was packed; on this rank's GPU, what came from one."""
 
     def place(storage, location: str):
-        return storage.cuda() if on_gpu and location != "cpu" else storage
+        return storage if location == "cpu" else storage.cuda()
 
     return torch.load(io.BytesIO(packed), map_location=place, weights_only=True)
 
@@ -767,17 +681,17 @@ def read(path: Path) -> dict:
 def before_fork() -> None:
     """Keep Slurm's signals from a loader's workers, which they would end."""
     # What is blocked before a fork stays so in the new process.
-    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THIS_PROCESS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if len(tempfile.gettempdir()) > 74:
         tempfile.tempdir = "/tmp"  # or the paths of the sockets would be too long
     multiprocessing.util.get_temp_dir()  # the workers' sockets: removed at the end
 
 
 def after_fork() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THIS_PROCESS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-FOR_THIS_PROCESS = {*SIGNALS, signal.SIGINT}
+SIGNALS = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT}
 multiprocessing.set_start_method("fork", force=True)
 os.register_at_fork(before=before_fork, after_in_parent=after_fork)
 
