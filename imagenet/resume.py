@@ -92,6 +92,7 @@ class Run:
         self._keep, self._save_seconds = keep, 60 * save_minutes
         self._save_steps, self._stop_at = save_steps, int(os.environ.get("STOP_AT", 0))
         self._names, self._sums, self._levels = [], [], [Level()]  # around all loops
+        self._sums_at_end = []
         self._seed, self._ranks, self._place = None, world_size(), []
         self._load()
         self._saved_at = self._met_at = time.monotonic()
@@ -303,7 +304,7 @@ class Run:
             except Exception as error:  # of several kinds
                 fail(
                     f"run.{name} cannot be saved, take numbers, strings, tensors, or "
-                    f"lists and dicts of them: {str(error).splitlines()[0]}"
+                    f"lists and dicts of them: {error!r}"
                 )
         return packed
 
