@@ -11,7 +11,6 @@ import math
 import multiprocessing
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import warnings
@@ -19,11 +18,11 @@ from pathlib import Path
 
 import archives
 import numpy as np
+import resume
 import torch
 import torch.distributed as dist
 from archives import HOST, Member, StagingError
 from PIL import Image, ImageOps, UnidentifiedImageError
-from run import Run
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.io import decode_image, encode_jpeg
@@ -225,20 +224,14 @@ class Augmented(Dataset):
             return self.center(image), label
         # The draw follows from these three, not from the worker or the rank that
         # makes it. torch.manual_seed would seed every kind of device: 0.2 ms.
-        torch.default_generator.manual_seed(make_seed(self.seed, epoch, index))
+        number = resume.make_seed(self.seed, epoch, index)
+        torch.default_generator.manual_seed(number)
         return self.crop_and_flip(image), label
 
 
 def center_crop(size: int) -> v2.Transform:
     """Return what an evaluation does to an image of any size."""
     return v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
-
-
-def make_seed(*numbers: int) -> int:
-    """Return a seed that follows from these numbers."""
-    # NumPy's SeedSequence would take a twentieth of the time of a small image.
-    digest = hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()
-    return int.from_bytes(digest[:8], "big")
 
 
 class BatchSampler:
@@ -298,12 +291,10 @@ def build_loader(data_set: Dataset, workers: int) -> DataLoader:
         num_workers=workers,
         multiprocessing_context="fork" if workers else None,
         persistent_workers=workers > 0,
-        worker_init_fn=start_worker,
     )
     if workers:
         socket_folder()
         iter(loader)  # starts them
-        atexit.register(end_workers)
     return loader
 
 
@@ -314,36 +305,23 @@ def socket_folder() -> str:
     # Python's own way to make it ends in a traceback if it is gone at the end.
     multiprocessing.current_process()._config["tempdir"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(resume.end_workers)  # before that
     return folder
 
 
-def start_worker(worker: int) -> None:
-    """Leave Slurm's signals to the rank."""
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def end_workers() -> None:
-    """Kill the workers: Python ends them by SIGTERM, which they ignore, and waits."""
-    # DataLoader's handler would call their end an error, with a traceback.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for worker in multiprocessing.active_children():
-        worker.kill()
-
-
-def training_batches(loader: DataLoader, run: Run, device: torch.device):
-    """Yield this rank's share of each step of an epoch, from the run's step on.
+def training_batches(
+    loader: DataLoader, run: resume.Run, epoch: int, device: torch.device, done: int
+):
+    """Yield this rank's share of each step of an epoch, but of those that are done.
 
     That is uint8 images of shape (share, 3, size, size) and their classes.
     """
-    seed = loader.dataset.seed
+    samples = len(loader.dataset)
     # The order of an epoch is the same however many GPUs share the work.
-    order = np.random.default_rng((seed, run.epoch)).permutation(len(loader.dataset))
-    batches = order[: run.steps * run.global_batch_size].reshape(run.steps, -1)
-    for batch in load_batches(loader, run.epoch, batches[run.step :], device):
-        # What a model with dropout draws in a step does not depend on earlier stops.
-        torch.manual_seed(make_seed(seed, run.epoch, run.step, dist.get_rank()))
-        yield batch
+    order = np.random.default_rng((loader.dataset.seed, epoch)).permutation(samples)
+    steps = samples // run.global_batch_size
+    batches = order[: steps * run.global_batch_size].reshape(steps, -1)
+    return load_batches(loader, epoch, batches[done:], device)
 
 
 def evaluation_batches(loader: DataLoader, batch_size: int, device: torch.device):
@@ -376,7 +354,7 @@ def load_batches(
                 batch = [part.pin_memory() for part in batch]
             yield [part.to(device, non_blocking=True) for part in batch]
     except FileNotFoundError:
-        end_workers()  # each would say at its end that its socket is not there
+        resume.end_workers()  # each would say at its end that its socket is not there
         raise StagingError(
             f"{HOST} has lost {socket_folder()}, with the sockets of its workers: does "
             "another job's epilog, or a cleaner, remove files there?"

@@ -19,10 +19,9 @@ from os import environ
 from pathlib import Path
 from typing import NoReturn
 
+import resume  # first: a warning of Slurm's may come early
 import torch
 import torch.distributed as dist
-from checkpoint import Checkpoints, default_checkpoint_dir
-from coordinator import Coordinator, catch_stop_signals
 from data import (
     StagingError,
     build_loader,
@@ -31,8 +30,15 @@ from data import (
     normalize,
     training_batches,
 )
-from ranks import RunError, StopRequested
-from run import Run, find_commit, get_recipe, rebuild_buckets
+from run import (
+    begin_run,
+    default_checkpoint_dir,
+    find_commit,
+    get_recipe,
+    log_weights,
+    rebuild_buckets,
+    save_if_best,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
@@ -53,16 +59,13 @@ def main() -> None:
     loaders = [build_loader(part, args.workers) for part in (train_set, valid_set)]
     watch = Watch(args)
     device = setup_distributed()
-    catch_stop_signals()  # a run that is stopped from here on is saved
     dtype = find_dtype(device)
 
     world_size = dist.get_world_size()
     global_batch_size = world_size * args.batch_size * args.accumulate
-    checkpoints = Checkpoints(args.checkpoint_dir, args.keep, watch.hangs)
     recipe = get_recipe(args, train_set, valid_set)
-    saved = checkpoints.load(recipe)
-    if saved:  # the global batch stays, also on another number of GPUs
-        global_batch_size = saved["global_batch_size"]
+    run = begin_run(args, recipe, global_batch_size)
+    global_batch_size = run.global_batch_size
     steps = count_steps(len(train_set), global_batch_size)
     names = train_set.images.classes
     classes = len(names)
@@ -91,53 +94,27 @@ def main() -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     rebuild_buckets(ddp_model, args.image_size)
-    run = Run(model, optimizer, scheduler, scaler, recipe, global_batch_size, names)
-    if saved:
-        run.load_state_dict(saved)
-        del saved  # or it takes as much memory as the model, to the end
-    watch.begin(checkpoints.folder, device, run)
-    coordinator = Coordinator(run, checkpoints, watch, args)
-    status = 0
-    try:
-        run_epochs(ddp_model, run, coordinator, watch, loaders)
-        run.log_weights(commit, checkpoints.folder)
-    except StopRequested:
-        logging.info(
-            f"Asked to stop: saved step {run.step} of epoch {run.epoch}, "
-            "to go on from there"
-        )
-        status = 75  # "try again later". For job.sh, any but 0 would do.
-    watch.close()
-    dist.barrier()
-    time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
-    dist.destroy_process_group()
-    if status:
-        sys.exit(status)
-
-
-def run_epochs(
-    ddp_model, run: Run, coordinator: Coordinator, watch: Watch, loaders: list
-) -> None:
-    """Train and validate until the last epoch is done."""
-    train_loader, valid_loader = loaders
-    device = ddp_model.device
-    for epoch in range(run.epoch, run.recipe["epochs"] + 1):
-        batches = watch.batches(training_batches(train_loader, run, device))
+    run.add(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    watch.begin(run, steps, device)
+    for epoch in run.loop(range(1, args.epochs + 1)):
+        batches = functools.partial(training_batches, loaders[0], run, epoch, device)
+        batches = run.loop(watch.training(batches))
         # A progress bar, in a terminal only.
         if dist.get_rank() == 0:
             batches = tqdm(
                 batches,
                 f"Epoch {epoch}",
-                run.steps,
+                steps,
                 leave=False,
                 disable=None,
                 initial=run.step,  # an earlier start has taken these
             )
-        metrics = train(ddp_model, run, coordinator, batches)
+        metrics = train(ddp_model, optimizer, scheduler, scaler, run, batches)
+        run.save()
         train_loss, train_accuracy = average(metrics)
-        speed, in_words = watch.speed(run.global_batch_size)
-        batches = evaluation_batches(valid_loader, run.recipe["batch_size"], device)
-        metrics = evaluate(run.model, coordinator.validation(batches))
+        speed, in_words = watch.speed(global_batch_size)
+        batches = evaluation_batches(loaders[1], args.batch_size, device)
+        metrics = evaluate(model, run.pausable(watch.batches(batches)))
         valid_loss, valid_accuracy = average(metrics)
         logging.info(
             f"Epoch {epoch}: "
@@ -145,21 +122,23 @@ def run_epochs(
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
             f"{in_words}"
         )
-        valid = {"valid/loss": valid_loss, "valid/accuracy": valid_accuracy}
-        coordinator.end_epoch(valid | speed)
+        watch.log({"valid/loss": valid_loss, "valid/accuracy": valid_accuracy} | speed)
+        save_if_best(run, names, valid_accuracy)
+    log_weights(run, commit)
+    watch.close()
+    dist.barrier()
+    time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
+    dist.destroy_process_group()
 
 
-def train(model, run: Run, coordinator: Coordinator, batches) -> Tensor:
+def train(model, optimizer, scheduler, scaler, run: resume.Run, batches) -> Tensor:
     """Train on all the batches. Return float64 [sum of losses, correct, samples]."""
-    optimizer, scheduler, scaler = run.optimizer, run.scheduler, run.scaler
     model.train()
     device = next(model.parameters()).device
-    metrics = torch.zeros(3, dtype=torch.float64, device=device)
-    if dist.get_rank() == 0:  # which adds the sums of earlier starts, for all ranks
-        metrics += run.metrics.to(device)
+    metrics = run.sums(3, device)  # zeros, or what earlier starts have added up
     for step_images, step_labels in batches:
         optimizer.zero_grad()
-        parts = split_step(step_images, step_labels, run.recipe["batch_size"])
+        parts = split_step(step_images, step_labels, run.settings["batch_size"])
         for part, (images, labels) in enumerate(parts, 1):
             # One all-reduce of the gradients a step is enough: after its last part.
             with nullcontext() if part == len(parts) else model.no_sync():
@@ -174,7 +153,6 @@ def train(model, run: Run, coordinator: Coordinator, batches) -> Tensor:
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()
-        coordinator.after_step(metrics)
     dist.all_reduce(metrics)  # the sums over all ranks
     return metrics
 
@@ -495,10 +473,6 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
 if __name__ == "__main__":
     try:
         main()
-    except RunError as error:  # on all ranks: rank 0 says it
-        logging.warning(f"main.py: error: {error}")
-        dist.barrier()
-        sys.exit(1)
     except StagingError as error:
         # From a DataLoader worker, its text is a traceback that ends in this line.
         fail(str(error).split("StagingError: ")[-1].strip())

@@ -1,81 +1,34 @@
-"""What a run is: its parts, its settings, its commit, its weights."""
+"""What is said of a run: its settings, its folder, its commit, its weights."""
 
 import argparse
-import copy
 import hashlib
 import logging
+import re
 import subprocess
 import uuid
-from dataclasses import dataclass, field
 from os import environ
 from pathlib import Path
 
+import resume
 import torch
-from ranks import RunError
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 
-@dataclass
-class Run:
-    """What a checkpoint holds: all that a run needs to resume as if never stopped."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    scaler: torch.amp.GradScaler
-    recipe: dict  # what must stay as it is from the first step to the last
-    global_batch_size: int
-    classes: list[str]  # in the order of the logits
-    epoch: int = 1
-    step: int = 0  # so many steps of the epoch are done
-    # Of these steps, on all ranks: [sum of losses, correct, samples].
-    metrics: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
-    best_accuracy: float = -1.0  # before the first validation
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # W&B's
-
-    @property
-    def steps(self) -> int:
-        """Return the steps of an epoch."""
-        return self.recipe["samples"] // self.global_batch_size
-
-    def state_dict(self) -> dict:
-        return {
-            name: value.state_dict() if hasattr(value, "state_dict") else value
-            for name, value in vars(self).items()
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Go on from a checkpoint. Raises RunError where it does not fit the model.
-
-        A checkpoint of an older version may lack a field that has a default.
-        """
-        # The tensors in `state` are parts of the file, which is deleted later. An
-        # optimizer on a CPU keeps the tensors that it is given: it gets copies.
-        for name, value in vars(self).items():
-            if not hasattr(value, "load_state_dict"):
-                setattr(self, name, copy.deepcopy(state.get(name, value)))
-                continue
-            if name == "scaler" and not state.get(name):
-                continue  # it was idle, in another precision
-            try:
-                value.load_state_dict(copy.deepcopy(state[name]))
-            except (KeyError, RuntimeError, ValueError) as error:
-                raise RunError(
-                    f"the checkpoint's {name} does not fit --model "
-                    f"{self.recipe['model']}: {error!r}"
-                ) from error
-
-    def log_weights(self, commit: str, folder: Path) -> None:
-        """Say what came out of which commit: equal weights have an equal SHA-256."""
-        sha = hashlib.sha256()
-        for tensor in self.model.state_dict().values():
-            sha.update(tensor.cpu().numpy().tobytes())
-        logging.info(f"Weights SHA-256 {sha.hexdigest()}, commit {commit}")
-        logging.info(
-            "To use the best weights: ../.venv/bin/python classify.py "
-            f"'{folder}/best.pt' IMAGE_OR_FOLDER"
+def begin_run(args: argparse.Namespace, recipe: dict, images: int) -> resume.Run:
+    """Return the run in the checkpoint folder; a new one has so many images a step."""
+    # job.sh sets JOB_WORK_DIR: the code may be a copy, which ends with the job.
+    folder = Path(environ.get("JOB_WORK_DIR", "")).absolute() / args.checkpoint_dir
+    run = resume.Run(folder, recipe, args.keep, args.save_minutes, args.save_steps)
+    # The global batch stays, also on another number of GPUs. The id is W&B's.
+    run.add(global_batch_size=images, id=uuid.uuid4().hex, best_accuracy=-1.0)
+    if run.global_batch_size < resume.world_size():
+        resume.fail(
+            f"the checkpoint is of a run with {run.global_batch_size} images a step, "
+            f"and there are {resume.world_size()} ranks: resume with "
+            f"{run.global_batch_size} ranks or fewer"
         )
+    return run
 
 
 def get_recipe(
@@ -134,6 +87,38 @@ def rebuild_buckets(
         try:
             model(image).sum().backward()  # each step begins with zero_grad()
         except (AssertionError, RuntimeError, ValueError) as error:
-            raise RunError(
-                f"the model does not take --image-size {image_size}: {error}"
-            ) from error
+            resume.fail(f"the model does not take --image-size {image_size}: {error}")
+
+
+def save_if_best(run: resume.Run, classes: list[str], accuracy: float) -> None:
+    """Write the weights as best.pt if they are the best of this run, from any start."""
+    if accuracy > run.best_accuracy:
+        run.best_accuracy = accuracy
+        best = {"model": run.model.state_dict(), "classes": classes}
+        run.write("best.pt", best | {"recipe": run.settings, "accuracy": accuracy})
+
+
+def log_weights(run: resume.Run, commit: str) -> None:
+    """Say what came out of which commit: equal weights have an equal SHA-256."""
+    sha = hashlib.sha256()
+    for tensor in run.model.state_dict().values():
+        sha.update(tensor.cpu().numpy().tobytes())
+    logging.info(f"Weights SHA-256 {sha.hexdigest()}, commit {commit}")
+    logging.info(
+        "To use the best weights: ../.venv/bin/python classify.py "
+        f"'{run.folder}/best.pt' IMAGE_OR_FOLDER"
+    )
+
+
+def default_checkpoint_dir() -> Path:
+    """Return this job's own folder: Slurm keeps a job's number when it requeues it."""
+    if "RUN_DIR" in environ:  # job.sh has made it
+        return Path(environ["RUN_DIR"])
+    job = environ.get("SLURM_JOB_ID", "none")
+    disk = Path(environ.get("SCRATCH", "."))
+    # Some clusters have one for each job, and remove it then.
+    if re.search(rf"\D{job}\D", f"/{disk}/"):
+        disk = Path(".")
+    if "SLURM_ARRAY_TASK_ID" in environ:  # as in the name of its log
+        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return disk / "checkpoints" / job

@@ -1,25 +1,17 @@
-"""What watches a training: hangs, metrics, a profile, the wait for data."""
+"""What watches a training: its metrics, a profile, the wait for data."""
 
 import argparse
 import contextlib
-import faulthandler
 import logging
-import os
-import re
-import socket
-import threading
+import math
 import time
-from collections.abc import Iterable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import resume
 import torch
 import torch.distributed as dist
-from ranks import gather
-from run import Run
-
-# Seconds for what may take long on one rank, for which the others wait.
-SLOW = 30 * 60
+from hangs import SLOW, HangWatch
 
 
 class Watch:
@@ -29,15 +21,49 @@ class Watch:
         self.args = args
         self.hangs = HangWatch(args.timeout)
 
-    def begin(self, folder: Path, device: torch.device, run: Run) -> None:
-        """Watch the training, too. All ranks have met."""
+    def begin(self, run: resume.Run, steps: int, device: torch.device) -> None:
+        """Watch the training, too, with so many steps an epoch. All ranks have met."""
+        self.run, self.steps_an_epoch = run, steps
         self.on_gpu = device.type == "cuda"
-        self.profile = start_profile(folder, device) if self.args.profile else None
+        self.profile = start_profile(run.folder, device) if self.args.profile else None
         self.hangs.connect()
-        with self.hangs.paused():
+        with self.hangs.paused("has not asked for a batch yet"):
             # Rank 0 may wait here for W&B's server, for 90 seconds.
-            self.tracker = Tracker(folder, self.args, run)
+            self.tracker = Tracker(self.args, run)
             dist.barrier()
+        self.steps, self.start = 0, time.perf_counter()
+        self.logged_at = time.monotonic()
+        run.on_meeting, run.on_stop = self.meet, self.close
+        run.while_saving = self.hangs.paused
+
+    def meet(self, totals: list[float], speed: float) -> None:
+        """Log the epoch so far, over all ranks; a line of it every minute."""
+        if not totals:  # the epoch is over
+            return
+        run, (loss, correct, samples) = self.run, totals
+        if not math.isfinite(loss):
+            resume.fail(
+                f"the loss is {loss} before step {run.step} of epoch {run.epoch}: "
+                "nothing of it is saved; "
+                "try a smaller --learning-rate, or look at the data"
+            )
+        loss, accuracy = loss / samples, correct / samples
+        self.log({"train/loss": loss, "train/accuracy": accuracy})
+        seconds = time.monotonic() - self.logged_at
+        if seconds > 60:
+            self.logged_at += seconds
+            logging.info(
+                f"Epoch {run.epoch}, step {run.step} of {self.steps_an_epoch}: "
+                f"train loss {loss:.3f} accuracy {accuracy:.2%}, "
+                f"{speed * run.global_batch_size:.0f} images/s"
+            )
+
+    def log(self, values: dict[str, float]) -> None:
+        self.tracker.log(self.run.scheduler.last_epoch, values)
+
+    def training(self, begin_at: Callable) -> Callable:
+        """Watch the batches that a function returns."""
+        return lambda done: self.batches(begin_at(done))
 
     def batches(self, batches: Iterable) -> Iterator:
         """Yield a loop's batches, and measure its speed and its waits for them."""
@@ -61,10 +87,6 @@ class Watch:
             self.hangs.tick("waits for its next batch")
             begin = self._now()
         self.hangs.tick(working)
-
-    def steps_per_second(self) -> float:
-        """Return the speed of this loop so far."""
-        return self.steps / (time.perf_counter() - self.start)
 
     def speed(self, images: int) -> tuple[dict[str, float], str]:
         """Return how fast this loop was, of so many images a step: numbers, and words.
@@ -106,108 +128,13 @@ class Watch:
         return sum(begin.elapsed_time(end) for begin, end in self.waits) / 1000
 
 
-def log_stacks(message: str) -> None:
-    """Say what is wrong with this rank, and what its threads are doing."""
-    # All in one piece: other ranks write to the same log.
-    with open(os.memfd_create("stacks"), "w+") as stacks:
-        faulthandler.dump_traceback(stacks)
-        stacks.seek(0)
-        logging.error(
-            f"error: rank {os.environ['RANK']} on {socket.gethostname()} "
-            f"{message}\n{stacks.read()}"
-        )
-
-
-class HangWatch:
-    """Ends this rank when its main thread does not move, and lets the log say why.
-
-    A thread counts the time by its own naps: hardly any passes while Slurm suspends
-    the job. Of a hang, it shows the stacks, and then waits for the threads of the
-    other ranks, which do the same. A rank whose thread does not come is stopped or
-    gone, or its C code keeps Python's lock: it is named.
-    """
-
-    def __init__(self, timeout: float):
-        self.timeout = timeout
-        self.group = None
-        self.clock = 0.0  # in seconds
-        # Ranks start at different times.
-        self.tick(
-            "has not begun to train: another rank or its node is gone, MASTER_ADDR is "
-            "not rank 0's node, a firewall closes MASTER_PORT there, or NCCL cannot "
-            "use the network, see NCCL_SOCKET_IFNAME",
-            6 * timeout,
-        )
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def connect(self) -> None:
-        """Let the threads of all ranks meet later, in a group of their own."""
-        self.hosts = gather(socket.gethostname())
-        limit = timedelta(seconds=0.3 * self.timeout)
-        try:
-            self.group = dist.new_group(backend="gloo", timeout=limit)
-        except RuntimeError as error:
-            logging.warning(
-                "warning: a rank that is stopped will not be named: the ranks cannot "
-                f"reach each other with gloo, see GLOO_SOCKET_IFNAME: {error!r}"
-            )
-        self.tick("has not asked for a batch yet")
-
-    def tick(self, doing: str, limit: float = 0) -> None:
-        """Say that the main thread moves, and what it does for at most `limit` s."""
-        self.doing, self.last_tick = doing, self.clock
-        # The rest is for _name_missing().
-        self.limit = max(limit, 0.7 * self.timeout)
-
-    @contextlib.contextmanager
-    def paused(self):
-        """Give time to what may take long. All ranks enter it: others wait."""
-        self.tick(self.doing, SLOW)
-        yield
-        self.tick(self.doing)
-
-    def _run(self) -> None:
-        nap = self.timeout / 100
-        while self.clock - self.last_tick < self.limit:
-            before = time.monotonic()
-            time.sleep(nap)
-            # A nap that took longer was a busy CPU's, or Slurm has suspended the job.
-            self.clock += min(time.monotonic() - before, 3 * nap)
-        log_stacks(f"has not moved for {self.limit:.0f} s: it {self.doing}")
-        self._name_missing()
-        os._exit(1)  # srun ends the other ranks
-
-    def _name_missing(self) -> None:
-        """Wait until all ranks have shown their stacks, and name those that do not."""
-        limit = 0.15 * self.timeout
-        if not self.group:
-            return time.sleep(limit)
-        missing = []
-        try:
-            dist.monitored_barrier(self.group, timedelta(seconds=limit), True)
-        except RuntimeError as error:
-            if found := re.search(r"Ranks ([\d, ]+) failed", str(error)):
-                missing = [int(rank) for rank in found[1].split(",")]
-            elif "Timed out" in str(error):  # of the group: rank 0 would answer sooner
-                missing = [0]
-            elif dist.get_rank() == 0:
-                logging.error(f"error: a rank does not answer: {error!r}")
-            # On the other ranks, another error says no more than rank 0 does.
-        for rank in missing:
-            logging.error(
-                f"error: rank {rank} on {self.hosts[rank]} does not answer: it is "
-                "stopped or has ended, its C code keeps Python's lock, or its node or "
-                "the network is down"
-            )
-
-
 class Tracker:
     """Writes rank 0's metrics for TensorBoard, and to W&B if asked.
 
     A training is worth more than its metrics: no error of theirs ends it.
     """
 
-    def __init__(self, folder: Path, args: argparse.Namespace, run: Run):
+    def __init__(self, args: argparse.Namespace, run: resume.Run):
         self.tensorboard = self.wandb = None
         if dist.get_rank() != 0:
             return
@@ -216,7 +143,7 @@ class Tracker:
 
             # Its own thread writes to the disk: where that is slow, no step waits.
             self.tensorboard = SummaryWriter(
-                str(folder / "tensorboard"),
+                str(run.folder / "tensorboard"),
                 # From this step on, TensorBoard drops what an earlier start has logged:
                 # these steps are done, and logged, once more.
                 purge_step=run.scheduler.last_epoch + 1,
@@ -226,7 +153,7 @@ class Tracker:
         if args.wandb:
             hint = " (no internet? export WANDB_MODE=offline)"
             with self._survive_errors("wandb", hint):
-                self.wandb = start_wandb(folder, args, run.id)
+                self.wandb = start_wandb(run.folder, args, run.id)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Write the metrics after so many steps."""

@@ -1,0 +1,112 @@
+"""Who does not move: a hang ends the job, and the log says which rank is the cause."""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from resume import tell_all
+
+# Seconds for what may take long on one rank, for which the others wait.
+SLOW = 30 * 60
+
+
+def log_stacks(message: str) -> None:
+    """Say what is wrong with this rank, and what its threads are doing."""
+    # All in one piece: other ranks write to the same log.
+    with open(os.memfd_create("stacks"), "w+") as stacks:
+        faulthandler.dump_traceback(stacks)
+        stacks.seek(0)
+        logging.error(
+            f"error: rank {os.environ['RANK']} on {socket.gethostname()} "
+            f"{message}\n{stacks.read()}"
+        )
+
+
+class HangWatch:
+    """Ends this rank when its main thread does not move, and lets the log say why.
+
+    A thread counts the time by its own naps: hardly any passes while Slurm suspends
+    the job. Of a hang, it shows the stacks, and then waits for the threads of the
+    other ranks, which do the same. A rank whose thread does not come is stopped or
+    gone, or its C code keeps Python's lock: it is named.
+    """
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self.group = None
+        self.clock = 0.0  # in seconds
+        # Ranks start at different times.
+        self.tick(
+            "has not begun to train: another rank or its node is gone, MASTER_ADDR is "
+            "not rank 0's node, a firewall closes MASTER_PORT there, or NCCL cannot "
+            "use the network, see NCCL_SOCKET_IFNAME",
+            6 * timeout,
+        )
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def connect(self) -> None:
+        """Let the threads of all ranks meet later, in a group of their own."""
+        ranks = range(dist.get_world_size())
+        self.hosts = [tell_all(socket.gethostname(), rank) for rank in ranks]
+        limit = timedelta(seconds=0.3 * self.timeout)
+        try:
+            self.group = dist.new_group(backend="gloo", timeout=limit)
+        except RuntimeError as error:
+            logging.warning(
+                "warning: a rank that is stopped will not be named: the ranks cannot "
+                f"reach each other with gloo, see GLOO_SOCKET_IFNAME: {error!r}"
+            )
+
+    def tick(self, doing: str, limit: float = 0) -> None:
+        """Say that the main thread moves, and what it does for at most `limit` s."""
+        self.doing, self.last_tick = doing, self.clock
+        # The rest is for _name_missing().
+        self.limit = max(limit, 0.7 * self.timeout)
+
+    @contextlib.contextmanager
+    def paused(self, then: str = "has saved, and waits for other ranks"):
+        """Give time to what may take long. All ranks enter it: others wait."""
+        self.tick(self.doing, SLOW)
+        yield
+        self.tick(then)
+
+    def _run(self) -> None:
+        nap = self.timeout / 100
+        while self.clock - self.last_tick < self.limit:
+            before = time.monotonic()
+            time.sleep(nap)
+            # A nap that took longer was a busy CPU's, or Slurm has suspended the job.
+            self.clock += min(time.monotonic() - before, 3 * nap)
+        log_stacks(f"has not moved for {self.limit:.0f} s: it {self.doing}")
+        self._name_missing()
+        os._exit(1)  # srun ends the other ranks
+
+    def _name_missing(self) -> None:
+        """Wait until all ranks have shown their stacks, and name those that do not."""
+        limit = 0.15 * self.timeout
+        if not self.group:
+            return time.sleep(limit)
+        missing = []
+        try:
+            dist.monitored_barrier(self.group, timedelta(seconds=limit), True)
+        except RuntimeError as error:
+            if found := re.search(r"Ranks ([\d, ]+) failed", str(error)):
+                missing = [int(rank) for rank in found[1].split(",")]
+            elif "Timed out" in str(error):  # of the group: rank 0 would answer sooner
+                missing = [0]
+            elif dist.get_rank() == 0:
+                logging.error(f"error: a rank does not answer: {error!r}")
+            # On the other ranks, another error says no more than rank 0 does.
+        for rank in missing:
+            logging.error(
+                f"error: rank {rank} on {self.hosts[rank]} does not answer: it is "
+                "stopped or has ended, its C code keeps Python's lock, or its node or "
+                "the network is down"
+            )

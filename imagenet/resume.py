@@ -1,0 +1,704 @@
+"""Saves a training when Slurm warns it, and goes on at its next start. Copy this file.
+
+    import resume  # first: a warning may come early
+
+    run = resume.Run(model=model, optimizer=optimizer, scheduler=scheduler, best=0.0)
+    for epoch in run.loop(range(epochs)):
+        metrics = run.sums(3, device)
+        for inputs, targets in run.loop(loader):
+            ...  # one step, which adds to metrics in place
+        if accuracy > run.best:
+            run.best = accuracy
+            run.write("best.pt", model.state_dict())
+
+The next start runs the lines around the loops again. Then all that Run was given gets
+the state that was saved, and the innermost loop goes on with its next turn. Works with
+torch.distributed, and in one process without it. To try it: `STOP_AT=7 python main.py`
+stops after seven turns of the innermost loop, `python main.py` goes on.
+"""
+
+import atexit
+import contextlib
+import copy
+import fcntl
+import functools
+import hashlib
+import io
+import json
+import math
+import mmap
+import multiprocessing.util
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+# Slurm's warnings: SIGUSR1 before the time limit, SIGTERM before a preemption. They may
+# come in the middle of anything, and twice, so the handler does nothing else.
+warned = []
+for each in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(each, lambda number, frame: warned.append(number))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler  # noqa: E402
+
+# The same on all ranks: rank 0's is saved. All else is each rank's own.
+SHARED = (
+    nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
+
+
+class RunError(Exception):
+    """Why a run must end, in one line."""
+
+
+class Run:
+    """A training, and its checkpoints: epoch-001-step-000123.pt is of 123 steps.
+
+    `parts` are what a turn changes: what has a state_dict, and values (numbers, lists,
+    tensors, …), which the script reads and writes as attributes of the run. `settings`
+    must stay the same from the first step to the last.
+    """
+
+    epoch, step = 1, 0  # turns of the outermost loop, from 1; innermost ones in it
+    # What else to do at a meeting of the ranks, while one saves, and before they stop.
+    on_meeting = staticmethod(lambda totals, turns_per_second: None)
+    while_saving = staticmethod(contextlib.nullcontext)
+    on_stop = staticmethod(lambda: None)
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        settings: dict | None = None,
+        keep: int = 2,
+        save_minutes: float = 10,
+        save_steps: int = 10**9,
+        **parts,
+    ):
+        vars(self)["folder"] = Path(folder or os.environ.get("RUN_DIR", ".")).absolute()
+        vars(self)["settings"] = json.loads(json.dumps(settings or {}, default=str))
+        self._keep, self._save_seconds = keep, 60 * save_minutes
+        self._save_steps, self._stop_at = save_steps, int(os.environ.get("STOP_AT", 0))
+        self._names, self._sums, self._levels = [], [], [Level()]  # around all loops
+        self._sums_at_end = []
+        self._seed, self._ranks, self._place = None, world_size(), []
+        self._load()
+        self._saved_at = self._met_at = time.monotonic()
+        # The first meeting is after one turn: also a start that must stop at once gets
+        # further.
+        self._turns, self._since_meeting, self._meeting = 0, 0, 1
+        self.add(**parts)
+
+    def __setattr__(self, name: str, value) -> None:
+        if not name.startswith("_") and not hasattr(self, name):
+            raise AttributeError(
+                f"run.{name} is not saved: begin with run.add({name}=…)"
+            )
+        super().__setattr__(name, value)
+
+    def add(self, **parts) -> None:
+        """Add parts, which get what an earlier start has saved of them."""
+        for name, part in parts.items():
+            if hasattr(self, name) or name == "resume":
+                raise AttributeError(f"run.{name} is taken: choose another name")
+            vars(self)[name] = part
+            self._names.append(name)
+        if self._place:
+            self._restore(parts)
+
+    def loop(self, items: Iterable | Callable, group: int = 1) -> Iterator:
+        """Yield the items that are left. Save and stop only between turns of a loop.
+
+        `items` is anything that `for` takes. What is done of a range, a list or a
+        DataLoader is not read again; of another iterable, it is. Or `items(done)`
+        returns an iterable that begins there. With `group`, as where gradients
+        accumulate, so many turns belong together.
+        """
+        self._levels[-1].is_innermost = False
+        level = self._begin()
+        try:
+            if level:  # else an earlier start has left this loop
+                self._levels.append(level)
+                rest = self._rest(items, level, group)
+                self._draw("item")
+                for item in rest:
+                    self._draw("turn")
+                    yield item
+                    self._end_turn(level, group)
+                    self._draw("item")
+        finally:  # also after a break
+            if level in self._levels:
+                del self._levels[self._levels.index(level) :]
+            self._sums_at_end = self._own_sums()  # the script may reduce them
+            self._draw("after")
+
+    def pausable(self, batches: Iterable) -> Iterator:
+        """Yield the batches of a validation. Stopped, it begins again."""
+        self._begin()
+        count = reduce([length(batches)], dist.ReduceOp.MIN)[0]  # a rank may have fewer
+        for number, batch in enumerate(batches):
+            if number < count and number % 20 == 0:
+                self._meet(at_point=True)
+            yield batch
+        self._draw("after")
+
+    def save(self) -> None:
+        """Save now. The next start goes on from here. Not under an `if`."""
+        if self._begin():
+            self._saved_at = -math.inf
+            self._meet(at_point=True)
+
+    def sums(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        """Return float64 zeros to add to in place, until this turn ends.
+
+        What earlier starts have added, on all ranks, is in those of rank 0.
+        """
+        sums = torch.zeros(count, dtype=torch.float64, device=device)
+        if self._place and rank() == 0:
+            done, self._totals = self._totals[:count], self._totals[count:]
+            if done:
+                sums += sums.new_tensor(done)
+        self._sums.append((len(self._levels), sums))
+        return sums
+
+    def write(self, name: str, content) -> None:
+        """Let rank 0 write a file into the run's folder, whole or not at all."""
+        path = self.folder / name
+        function = functools.partial(write, path, content)
+        on_rank_0(f"cannot write {path}", function, self.while_saving)
+
+    # Loops
+
+    def _begin(self):
+        """Count a loop or another place. Return None where an earlier start left it."""
+        if self._seed is None:
+            self._seed = tell_all(torch.initial_seed())
+        around, depth = self._levels[-1], len(self._levels) - 1
+        number, done = around.places, 0
+        around.places += 1
+        if depth < len(self._place):
+            saved_number, done = self._place[depth]
+            if number < saved_number:
+                return None
+            if depth + 1 == len(self._place):
+                self._restore(self._names)
+                self._saved, self._place = None, []
+        return Level(number, done)
+
+    def _end_turn(self, level, group: int) -> None:
+        """Count a turn, and let the ranks meet if it is time to."""
+        if self._place:
+            fail("the loops are not those of the checkpoint: choose another folder")
+        depth = self._levels.index(level)
+        self._sums = [sums for sums in self._sums if sums[0] <= depth]
+        level.done += 1
+        self._since_meeting += 1
+        if level.is_innermost:
+            self._turns, self.step = self._turns + 1, self.step + 1
+            if self._turns == self._stop_at:
+                warned.append("STOP_AT")
+            if self.step % self._save_steps == 0:
+                self._saved_at = -math.inf
+            if self._turns == self._stop_at or self.step % self._save_steps == 0:
+                self._meeting = 0
+        elif depth == 1:
+            self.epoch, self.step = self.epoch + 1, 0
+        level.is_innermost, level.places = True, 0
+        if level.done % group == 0 and self._since_meeting >= self._meeting:
+            self._meet()
+
+    def _rest(self, items, level, group: int) -> Iterable:
+        """Return what is left of a loop."""
+        if callable(items):
+            return items(level.done)
+        if isinstance(items, (range, list, tuple)):
+            return items[level.done :]
+        if isinstance(items, DataLoader):
+            if replicas := getattr(items.sampler, "num_replicas", 0):
+                level.done = level.done * self._ranks // (replicas * group) * group
+            order = self._set_order(items)
+            if items.batch_sampler and not isinstance(items.dataset, IterableDataset):
+                return load_rest(items, level.done, order)
+        iterator, done = iter(items), level.done
+        for number in range(done):
+            level.done = number
+            self._draw("item")
+            next(iterator)
+        level.done = done
+        return iterator
+
+    def _set_order(self, loader: DataLoader) -> int:
+        """Let a loader's order follow from its place in the run. Return its seed."""
+        # Without a DistributedSampler, each rank has an order of its own.
+        own = rank() if type(loader.sampler) is RandomSampler else 0
+        order = make_seed(self._seed, "order", *self._where()[:-1], own)
+        for part in (loader.dataset, loader.sampler, loader.batch_sampler, loader):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self._levels[-2].done)
+            if isinstance(getattr(part, "generator", None), torch.Generator):
+                part.generator.manual_seed(order)
+        seed(order)
+        return order
+
+    def _where(self) -> list[int]:
+        return [n for level in self._levels for n in (level.number, level.done)]
+
+    def _draw(self, what: str) -> None:
+        """Let what is drawn from here on follow from the place in the run."""
+        places = self._levels[-1].places
+        seed(make_seed(self._seed, what, *self._where(), places, rank()))
+
+    # Meetings of the ranks
+
+    def _meet(self, at_point: bool = False) -> None:
+        """Let the ranks add up what each has to say, and go by that."""
+        now = time.monotonic()
+        due = now - self._saved_at > self._save_seconds
+        speed = self._since_meeting / (now - self._met_at + 1e-6) / world_size()
+        sums = self._sums_at_end if at_point else self._own_sums()
+        stop, due, speed, *self._totals = reduce([len(warned), due, speed, *sums])
+        if self._since_meeting:
+            self.on_meeting(self._totals, speed)
+        if self._turns == 1:
+            self._pack_own()  # what cannot be saved is refused now
+        if stop or due:
+            self._save(at_point)
+        if stop:
+            say(
+                f"Asked to stop: saved step {self.step} of epoch {self.epoch}, "
+                "to go on from there"
+            )
+            self.on_stop()
+            leave(75)  # "try again later". For job.sh, any but 0 would do.
+        # Again in 20 turns or two seconds: a signal leaves little time.
+        self._since_meeting, self._met_at = 0, time.monotonic()
+        self._meeting = max(1, min(20, int(2 * speed)))
+
+    def _own_sums(self) -> list[float]:
+        return [number for _, sums in self._sums for number in sums.tolist()]
+
+    # Checkpoints
+
+    def _pack_own(self) -> dict[str, bytes]:
+        """Return what is this rank's own."""
+        packed = {}
+        for name in self._names:
+            part = unwrap(getattr(self, name))
+            if isinstance(part, SHARED):
+                continue
+            try:
+                packed[name] = pack(part.state_dict() if is_object(part) else part)
+                unpack(packed[name])
+            except Exception as error:  # of several kinds
+                fail(
+                    f"run.{name} cannot be saved, take numbers, strings, tensors, or "
+                    f"lists and dicts of them: {error!r}"
+                )
+        return packed
+
+    def _save(self, at_point: bool) -> None:
+        """Let rank 0 write a checkpoint, while the others wait."""
+        path = self.folder / f"epoch-{self.epoch:03}-step-{self.step:06}.pt"
+        parts = {name: unwrap(getattr(self, name)) for name in self._names}
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                check_weights(part, f"cannot write {path}: the weights of {name}")
+        place = [[level.number, level.done] for level in self._levels[1:]]
+        if at_point:
+            place.append([self._levels[-1].places - 1, 0])
+        own = self._pack_own()
+        about = {
+            "place": place,
+            "epoch": self.epoch,
+            "step": self.step,
+            "sums": self._totals,
+            "settings": self.settings,
+            "seed": self._seed,
+            "own": [tell_all(own, other) for other in range(world_size())],
+        }
+        state = {name: p.state_dict() for name, p in parts.items() if name not in own}
+
+        def write_and_tidy() -> None:
+            write(path, state | {"resume": about})
+            with contextlib.suppress(OSError):  # the checkpoint is whole
+                for old in self._paths()[self._keep :]:
+                    old.unlink()
+
+        on_rank_0(f"cannot write {path}", write_and_tidy, self.while_saving)
+        self._saved_at = time.monotonic()
+
+    def _paths(self) -> list[Path]:
+        """Return the checkpoints, the newest one first."""
+        return sorted(
+            self.folder.glob("epoch-*-step-*.pt"),
+            key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)],
+            reverse=True,
+        )
+
+    def _load(self) -> None:
+        """Read the newest whole checkpoint, if it is of this run."""
+        if reduce([self.settings != tell_all(self.settings)])[0]:
+            fail("not every node has the same data and settings: stage it again")
+        path = on_rank_0(f"cannot use {self.folder}", self._find)
+        if path is None:
+            return
+        if reduce([not os.path.exists(path)])[0]:
+            fail(f"not every node has {path}: move it to a shared disk")
+        self._saved = read(path)
+        about = self._saved.get("resume", {"settings": {"resume.py": None}})
+        saved, mine = about["settings"], self.settings
+        changed = [
+            f"{name} {saved.get(name)}, not {mine.get(name)}"
+            for name in mine | saved
+            if saved.get(name) != mine.get(name)
+        ]
+        if changed:
+            fail(
+                f"{path} is of another run, with {'; '.join(changed)}: "
+                "go on as it began, or choose another folder"
+            )
+        say(f"Resuming from {path}")
+        self.epoch, self.step, self._place = (
+            about["epoch"],
+            about["step"],
+            about["place"],
+        )
+        self._seed, self._totals = about["seed"], about["sums"]
+        self._ranks = len(about["own"])
+        self._own = about["own"][rank() % self._ranks]
+
+    def _find(self) -> str | None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock_folder()
+        for partial in self.folder.glob("*.pt.partial"):
+            partial.unlink()
+        for path in self._paths():
+            try:
+                check(path)
+            except ValueError as error:
+                say(f"warning: {path} is damaged, trying the one before: {error}")
+                path.rename(path.with_suffix(".pt.damaged"))
+            else:
+                return str(path)
+        if list(self.folder.glob("*.damaged")):
+            raise RunError(
+                f"no whole checkpoint is left in {self.folder}: "
+                "remove the damaged ones there to start again from the beginning"
+            )
+        if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+            say(
+                f"warning: started again, and no checkpoint is in {self.folder}: "
+                "none was saved, or the nodes do not share this disk"
+            )
+        return None
+
+    def _lock_folder(self) -> None:
+        """Keep other runs out of the folder, until this process ends."""
+        # Nobody else may open the file: who can only read the folder could hold it.
+        path = self.folder / "lock"
+        self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        # A job that was just killed may hold the lock a little longer.
+        for _ in range(60):
+            try:
+                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(1)
+            except OSError:  # a file system without locks
+                return
+        raise RunError(
+            f"another run writes to {self.folder}: choose another folder; "
+            "if its node is gone, and there is no such run, remove its file named lock"
+        )
+
+    def _restore(self, names: Iterable) -> None:
+        """Give parts the state that was saved of them."""
+        for name in names:
+            part, state = unwrap(getattr(self, name)), self._saved.get(name)
+            if name in self._own:
+                state = unpack(self._own[name])
+            if not is_object(part):
+                setattr(self, name, state if name in self._own else part)
+            elif state != {}:  # as of a scaler that was idle, in another precision
+                try:
+                    # A copy: the tensors lie in the file, which is deleted later.
+                    part.load_state_dict(copy.deepcopy(state))
+                except Exception as error:  # of several kinds
+                    fail(f"the checkpoint's {name} does not fit: {error!r}")
+
+
+class Level:
+    """An open loop: the how manieth in this turn of the loop around it."""
+
+    # Of its present turn. A place is a loop, a validation or a save.
+    places, is_innermost = 0, True
+
+    def __init__(self, number: int = 0, done: int = 0):
+        self.number, self.done = number, done
+
+
+def load_rest(loader: DataLoader, done: int, order: int) -> DataLoader:
+    """Return a loader of what is left. It does not load what is done."""
+    rest = vars(loader).get("_rest")
+    if rest is None:
+        rest = copy.copy(loader)
+        # An iterator of persistent workers keeps the object that tells the batches.
+        data = Seeded(loader.dataset)
+        vars(rest).update(dataset=data, batch_sampler=[], _iterator=None)
+        if loader.persistent_workers:
+            vars(loader)["_rest"] = rest
+    left = list(loader.batch_sampler)[done:]
+    rest.batch_sampler[:] = [[(order, index) for index in batch] for batch in left]
+    return rest
+
+
+class Seeded:
+    """A data set whose samples draw what follows from their order and index."""
+
+    data = None
+
+    def __init__(self, data):
+        self.data = data
+
+    def __getattr__(self, name: str):
+        return getattr(self.data, name)
+
+    def __getitems__(self, keys: list[tuple]) -> list:
+        if hasattr(self.data, "__getitems__"):
+            seed(make_seed(*keys[0]))
+            return self.data.__getitems__([index for _, index in keys])
+        return [self[key] for key in keys]
+
+    def __getitem__(self, key: tuple):
+        seed(make_seed(*key))
+        return self.data[key[1]]
+
+
+def make_seed(*values) -> int:
+    """Return a seed that follows from these values."""
+    # NumPy's SeedSequence would take a twentieth of the time of a small image.
+    digest = hashlib.sha256(" ".join(map(str, values)).encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def seed(number: int) -> None:
+    """Seed what draws here. torch.manual_seed would take 0.2 ms, for all devices."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(number)
+    random.seed(number)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(number % 2**32)
+
+
+def length(items) -> int:
+    """Return how many items there are; if nobody knows, as many as on other ranks."""
+    try:
+        return len(items)
+    except TypeError:
+        return 2**53
+
+
+# The ranks. All call these functions together.
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def device() -> str:
+    """Return where the ranks' messages to each other must be."""
+    return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"
+
+
+def reduce(numbers: list, operation=dist.ReduceOp.SUM) -> list[float]:
+    """Return the sums, or another operation, over all ranks."""
+    numbers = torch.tensor(numbers, dtype=torch.float64, device=device())
+    if dist.is_initialized():
+        dist.all_reduce(numbers, operation)
+    return numbers.tolist()
+
+
+def tell_all(value, source: int = 0):
+    """Return on all ranks what one of them has given. No pickled code is run."""
+    if not dist.is_initialized():
+        return value
+    packed = pack(value) if rank() == source else b""
+    size = int(reduce([len(packed)])[0])
+    message = torch.frombuffer(bytearray(packed.ljust(size)), dtype=torch.uint8)
+    message = message.to(device())
+    dist.broadcast(message, source)
+    return unpack(message.cpu().numpy().tobytes())
+
+
+def on_rank_0(failure: str, function: Callable, around=contextlib.nullcontext):
+    """Call a function on rank 0, while the others wait. Return its answer on all."""
+    answer = error = None
+    if rank() == 0:
+        with around():
+            try:
+                answer = function()
+            except RunError as problem:
+                error = str(problem)
+            except OSError as problem:
+                error = f"{failure}: {problem.strerror or problem}"
+        answer, error = tell_all([answer, error])
+    else:
+        with around():
+            answer, error = tell_all(None)
+    if error:
+        fail(error)
+    return answer
+
+
+def say(text: str) -> None:
+    if rank() == 0:
+        with contextlib.suppress(OSError):  # the log's disk may be full
+            print(text, flush=True)
+
+
+def fail(message: str) -> NoReturn:
+    """End all ranks. Rank 0 says why."""
+    say(f"{Path(sys.argv[0]).name}: error: {message}")
+    leave(1)
+
+
+def leave(status: int) -> NoReturn:
+    """End this rank together with the others."""
+    if dist.is_initialized():
+        dist.barrier()
+        time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
+        dist.destroy_process_group()
+    raise SystemExit(status)
+
+
+# What is saved
+
+
+def unwrap(part):
+    """Return the model within torch.compile and DDP."""
+    part = getattr(part, "_orig_mod", part)
+    if isinstance(part, nn.parallel.DistributedDataParallel):
+        part = part.module
+    return getattr(part, "_orig_mod", part)
+
+
+def is_object(part) -> bool:
+    return hasattr(part, "load_state_dict")
+
+
+def check_weights(model: nn.Module, failure: str) -> None:
+    """End all ranks where weights are not finite, or differ between the ranks."""
+    total = sum(
+        float(weight.detach().double().abs().sum()) for weight in model.parameters()
+    )
+    bad = not math.isfinite(total) or any(b.isnan().any() for b in model.buffers())
+    bad, most, least = reduce([bad, total, -total], dist.ReduceOp.MAX)
+    if bad:
+        fail(f"{failure} are not finite")
+    # The same numbers, added up by another kind of processor, differ a little.
+    if most + least > 1e-9 * most:
+        fail(f"{failure} differ between ranks: call DDP's forward() in each turn")
+
+
+def pack(value) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def unpack(packed: bytes):
+    """Return what was packed; on this rank's GPU, what came from one."""
+
+    def place(storage, location: str):
+        return storage if location == "cpu" else storage.cuda()
+
+    return torch.load(io.BytesIO(packed), map_location=place, weights_only=True)
+
+
+def write(path: Path, content) -> None:
+    """Write a file that is there whole, or not at all."""
+    partial = Path(f"{path}.partial")
+    try:
+        with open(partial, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            # The name must not reach the disk before the content.
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)  # this makes room on a full disk
+        # torch.save raises an error of its own. What the disk has said is deeper.
+        reason = error
+        while reason.__context__ and not isinstance(reason, OSError):
+            reason = reason.__context__
+        raise reason from None
+
+
+def check(path: Path) -> None:
+    """Raise ValueError if a checkpoint is damaged."""
+    with open(path, "rb") as file:
+        # A disk that does not read, or too little memory, is no damage of the file. It
+        # raises an OSError here. zipfile and PyTorch would raise other errors.
+        while file.read(2**24):
+            pass
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ).close()
+    try:
+        # torch.save writes a CRC of each tensor, and torch.load does not look at it.
+        # Neither does testzip, if a flipped bit marks a tensor as a folder.
+        with zipfile.ZipFile(path) as file:
+            if file.testzip() or any(part.external_attr for part in file.infolist()):
+                raise ValueError("its content does not match its CRC")
+        read(path)
+    except Exception as error:  # a damaged file may raise anything
+        raise ValueError(str(error).split("\n")[0]) from error
+
+
+def read(path: Path) -> dict:
+    """Return what is in a checkpoint, which takes no memory before it is used."""
+    # With weights_only, no code in the file is run.
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def before_fork() -> None:
+    """Keep Slurm's signals from a loader's workers, which they would end."""
+    # What is blocked before a fork stays so in the new process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    if len(tempfile.gettempdir()) > 74:
+        tempfile.tempdir = "/tmp"  # or the paths of the sockets would be too long
+    multiprocessing.util.get_temp_dir()  # the workers' sockets: removed at the end
+
+
+def after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+SIGNALS = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT}
+multiprocessing.set_start_method("fork", force=True)
+os.register_at_fork(before=before_fork, after_in_parent=after_fork)
+
+
+@atexit.register
+def end_workers() -> None:
+    """Kill the workers: Python ends them by SIGTERM, which they block, and waits."""
+    # DataLoader's handler would call their end an error, with a traceback.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for process in multiprocessing.active_children():
+        if process.daemon:  # others are the script's own
+            process.kill()
