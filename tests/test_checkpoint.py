@@ -509,7 +509,7 @@ def test_a_checkpoint_that_does_not_fit(part, tmp_path, rank0):
     (path,) = tmp_path.glob("*.pt")
     state = torch.load(path)
     if part == "best":
-        del state["resume"]["own"][0]["best"]
+        del state["resume"]["_own"][0]["best"]
     else:
         del state[part]
     torch.save(state, path)
@@ -633,7 +633,7 @@ def take_turns(folder: Path, turns: int, seconds=0.0, asked=0, **options):
         except SystemExit as stopped:
             status = stopped.code
     let_go(folder)
-    return saved, status, resume.read(max(folder.glob("*.pt")))["resume"]["sums"]
+    return saved, status, resume.read(max(folder.glob("*.pt")))["resume"]["_totals"]
 
 
 def take_turns_of(folder: Path, cases: list[dict]) -> list[tuple]:

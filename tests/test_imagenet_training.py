@@ -438,7 +438,7 @@ def test_other_numbers_of_ranks(tmp_path):
         "1: 16 steps an epoch, 1 x 4 samples each",
     ]
     found = torch.load(last, weights_only=True)
-    assert found["resume"]["sums"][2] == 64  # samples
+    assert found["resume"]["_totals"][2] == 64  # samples
     torch.testing.assert_close(found["model"], train_in_plain_code(), atol=1e-5, rtol=0)
 
 

@@ -395,7 +395,7 @@ def test_wandb(tmp_path):
     (name, losses), (again, more) = map(read_wandb, files)
     # Not by the name of its folder: another run may have one of that name.
     saved = torch.load(second.newest(), weights_only=True)["resume"]
-    run = watch.resume.unpack(saved["own"][0]["id"])
+    run = watch.resume.unpack(saved["_own"][0]["id"])
     assert name == again == f"project/{run}" and len(run) == 32
     assert list(losses) == list(range(1, requeued_at + 1))
     assert set(range(requeued_at + 1, promised)) <= set(more)
