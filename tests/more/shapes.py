@@ -152,7 +152,8 @@ for update in run.loop(range(60)):
     for _ in range(8):  # the game
         shape = torch.distributions.Categorical(logits=actor(run.place))
         action = shape.sample()
-        run.place = run.place + 0.1 * F.one_hot(action, 2) - 0.05 + 0.01 * torch.randn(4, 2)
+        moved = 0.1 * F.one_hot(action, 2) - 0.05 + 0.01 * torch.randn(4, 2)
+        run.place = run.place + moved
         rewards.append(-run.place.norm(dim=1) + 0.1 * random.random())
         logs.append(shape.log_prob(action))
         run.steps += 1

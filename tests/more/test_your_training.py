@@ -163,7 +163,7 @@ def said(starts: list[list[Result]], pattern: str) -> list[str]:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(ranks, tmp_path, name):
-    """Warned by USR1, then by TERM, in mid-epoch: the lines and weights are the same."""
+    """Warned by USR1, then by TERM, in mid-epoch: lines and weights are the same."""
     number, text = SHAPES[name]
     undisturbed = ranks(write(tmp_path / "undisturbed", HEAD + text), ranks=number)
     folder = write(tmp_path / "stopped", HEAD + text)
