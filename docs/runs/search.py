@@ -1,188 +1,82 @@
-"""A typical training script, with a DataLoader."""
+"""A search with Optuna: each task of a job array is a trial. Copy it beside main.py."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
+from pathlib import Path
 
 import optuna
-import torch
-import torch.distributed as dist
+import resume
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
-
-rank = int(os.environ.get("SLURM_PROCID", 0))
-local_rank = int(os.environ.get("SLURM_LOCALID", 0))
-world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-if int(os.environ.get("SLURM_NTASKS", world_size)) != world_size:
-    raise SystemExit("main.py: error: this is no task of the job: start it with srun")
-warned = []  # by Slurm: USR1 before the time limit, TERM before a preemption
-for name in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(name, lambda number, frame: warned.append(number))
-if world_size == 1:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
-    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
-    os.environ["MASTER_ADDR"] = subprocess.check_output(command, text=True).split()[0]
-    os.environ["MASTER_PORT"] = str(10000 + int(os.environ["SLURM_JOB_ID"]) % 20000)
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-torch.manual_seed(0)
-epochs = int(os.environ.get("EPOCHS", 5))
-run_dir = os.environ["RUN_DIR"]  # job.sh makes one for each job
 
 
-def open_study():
-    """Open the study that all tasks of the job array share."""
-    job = os.environ.get("SLURM_ARRAY_JOB_ID", os.environ["SLURM_JOB_ID"])
-    path = os.path.abspath(f"runs/{job}.journal")
-    backend = JournalFileBackend(path, JournalFileOpenLock(path))
-    storage = optuna.storages.JournalStorage(backend)
-    return optuna.create_study(storage=storage, study_name=job, load_if_exists=True)
+class Trial:
+    """This task's trial. Without an array, there is no search, and it does nothing.
 
+    `suggest` gets Optuna's trial, and returns the settings to try. All ranks call all
+    methods, as rank 0 asks Optuna for all.
+    """
 
-def open_trial():
-    """Return the trial of this job: it may be there from before a requeue."""
-    for trial in study.trials:
-        if trial.user_attrs.get("run_dir") == run_dir:
-            if trial.state.is_finished():
-                raise SystemExit(f"main.py: error: its trial is {trial.state.name}")
-            return optuna.Trial(study, trial._trial_id)
-    if sys.argv[1:]:  # no search: EPOCHS=50 sbatch job.sh 0.31
-        study.enqueue_trial({"lr": float(sys.argv[1])})
-    trial = study.ask()
-    trial.set_user_attr("run_dir", run_dir)
-    return trial
+    def __init__(self, suggest, direction="maximize"):
+        self.run_dir = os.environ.get("RUN_DIR", ".")
+        self.suggest, self.direction = suggest, direction
+        self.settings, self.stops = {}, False
+        self.searches = "SLURM_ARRAY_JOB_ID" in os.environ
+        if self.searches:
+            self.settings = resume.on_rank_0("cannot open the study", self._begin)
+            resume.say(f"Trial: {self.settings}")
 
+    def should_stop(self, value, epoch):
+        """Report a value after an epoch. Say whether the trial is worse than most."""
+        if self.searches:
+            self.stops = resume.on_rank_0(
+                "cannot report", lambda: self._report(value, epoch)
+            )
+        return self.stops
 
-points = torch.rand(16384, 2)  # your data
-dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())
-sampler = DistributedSampler(dataset, world_size, rank, drop_last=True)
-batches = []  # what is left of the epoch
-loader = DataLoader(dataset, batch_sampler=batches, generator=torch.Generator())
-if len(sampler) < 64:
-    raise SystemExit(f"main.py: error: {len(dataset)} samples are too few")
+    def end(self, value):
+        """Tell Optuna the result, and print the best trial so far."""
+        if self.searches:
+            resume.on_rank_0("cannot report", lambda: self._tell(value))
 
-gpu = None
-if device.type == "cuda":
-    gpu = device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-backend = "nccl" if gpu else "gloo"
-dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=gpu)
+    # On rank 0:
 
-settings = [None]
-if rank == 0:
-    study = open_study()
-    trial = open_trial()
-    settings = [trial.suggest_float("lr", 1e-4, 10, log=True)]
-    print(f"Trial {trial.number}: {trial.params}")
-dist.broadcast_object_list(settings)  # rank 0 asks, for all
-lr = settings[0]
-
-# Your model.
-model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
-model = nn.parallel.DistributedDataParallel(model)
-# In its first backward(), DDP sorts the gradients. Their order decides how the sums of
-# more than two ranks are rounded, so each start begins with one that changes nothing.
-inputs, _ = loader.collate_fn([dataset[0]])
-model.eval()(inputs.to(device)).sum().backward()
-model.train()
-optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-
-first, done = 0, torch.zeros(2, dtype=torch.float64)  # its loss and samples so far
-path = [f"{run_dir}/checkpoint.pt"]
-if not os.path.exists(path[0]):
-    path = [None]
-dist.broadcast_object_list(path)  # rank 0 decides for all
-if path[0]:
-    saved = torch.load(path[0], map_location="cpu", mmap=True, weights_only=True)
-    model.module.load_state_dict(saved["model"])
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]})
-    first, done = saved["epoch"], saved["done"]
-    if rank == 0:
-        again = int(done[1]) % world_size  # with another number of ranks
-        print(f"Resumed {path[0]}: epoch {first}, {done[1]:.0f} samples, {again} again")
-
-
-def save(name, content):
-    """Rank 0 saves, the others wait. The old file stays until the new one is whole."""
-    weights = model.module.state_dict().values()
-    if any(weight.isnan().any() for weight in weights):  # -inf may be a mask
-        if rank == 0:
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        raise SystemExit(f"main.py: error: NaN in the weights: {name} is not saved")
-    if rank == 0:
-        try:
-            with open(f"{run_dir}/partial", "wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(f"{run_dir}/partial", f"{run_dir}/{name}")
-        except (OSError, RuntimeError) as error:  # torch.save hides the disk's own one
-            reason = error.__context__ or error
-            raise SystemExit(f"main.py: error: {name}: {reason}") from None
-        print(f"Saved {run_dir}/{name}")
-    dist.barrier()
-
-
-saved_at = met_at = time.monotonic()
-since_meeting, meeting = 0, 1  # steps since the ranks met, and when they meet again
-for epoch in range(first, epochs):
-    sampler.set_epoch(epoch)
-    mine = int(done[1]) // world_size  # how many of this rank's samples are done
-    batches[:] = BatchSampler(list(sampler)[mine:], 64, drop_last=True)
-    torch.manual_seed(hash((epoch, mine, rank)))  # of dropout and random crops
-    metrics = done.to(device) * (rank == 0)  # or they would count on every rank
-    done.zero_()
-    for inputs, targets in loader:
-        inputs, targets = inputs.to(device), targets.to(device)
-        loss = F.cross_entropy(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        metrics[0] += loss.detach() * len(targets)
-        metrics[1] += len(targets)
-        mine += len(targets)
-        torch.manual_seed(hash((epoch, mine, rank)))  # the same after a resume
-        since_meeting += 1
-        if since_meeting == meeting:  # the ranks agree whether to save, and to stop
-            due = time.monotonic() - saved_at > 600
-            speed = since_meeting / (time.monotonic() - met_at)
-            sums = torch.cat([metrics, metrics.new_tensor([due, len(warned), speed])])
-            dist.all_reduce(sums)
-            *_, due, stop, speed = sums.tolist()
-            if due or stop:
-                momentum = optimizer.state_dict()["state"]  # the rate is the script's
-                state = {"model": model.module.state_dict(), "optimizer": momentum}
-                save("checkpoint.pt", state | {"epoch": epoch, "done": sums[:-3]})
-                saved_at = time.monotonic()
-            if stop:
-                raise SystemExit(1)  # not finished: job.sh starts the job again
-            since_meeting, met_at = 0, time.monotonic()
-            meeting = max(1, min(20, int(2 * speed / world_size)))  # two seconds
-    dist.all_reduce(metrics)
-    total, count = metrics
-    save("model.pt", model.module.state_dict())  # or the trial has failed
-    prune = [False]
-    if rank == 0:
-        print(
-            f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples, "
-            f"{world_size} x {device.type}"
+    def _begin(self):
+        # The tasks share a file: there is no server.
+        job = os.environ["SLURM_ARRAY_JOB_ID"]
+        path = str(Path(self.run_dir).absolute().with_name(f"{job}.journal"))
+        backend = JournalFileBackend(path, JournalFileOpenLock(path))
+        self.study = optuna.create_study(
+            storage=optuna.storages.JournalStorage(backend),
+            study_name=job,
+            direction=self.direction,
+            load_if_exists=True,
         )
-        trial.report((total / count).item(), epoch)
-        prune = [epoch + 1 < epochs and trial.should_prune()]
-    dist.broadcast_object_list(prune)  # rank 0 decides for all
-    if prune[0]:
-        break
-if rank == 0:
-    if prune[0]:
-        study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-    else:
-        study.tell(trial, (total / count).item())
-    best = study.best_trial
-    print(f"Best of {len(study.trials)}:", best.value, best.params, best.user_attrs)
-dist.barrier()  # srun would end rank 0 a minute after the others
-time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
-dist.destroy_process_group()
+        self.trial = self._trial()
+        return self.suggest(self.trial)
+
+    def _trial(self):
+        """Return a new trial, or that of this job from before a requeue."""
+        for trial in self.study.trials:
+            if trial.user_attrs.get("run_dir") == self.run_dir:
+                if trial.state.is_finished():
+                    raise resume.RunError(f"its trial is {trial.state.name}")
+                return optuna.Trial(self.study, trial._trial_id)
+        trial = self.study.ask()
+        trial.set_user_attr("run_dir", self.run_dir)
+        return trial
+
+    def _report(self, value, epoch):
+        if value != value:
+            self.study.tell(self.trial, state=optuna.trial.TrialState.FAIL)
+            raise resume.RunError(f"the value after epoch {epoch} is NaN")
+        self.trial.report(value, epoch)
+        return self.trial.should_prune()
+
+    def _tell(self, value):
+        if self.stops:
+            self.study.tell(self.trial, state=optuna.trial.TrialState.PRUNED)
+        else:
+            self.study.tell(self.trial, value)
+        ended = self.study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
+        if ended:  # or all so far were stopped
+            best = self.study.best_trial
+            print(f"Best of {len(ended)}:", best.value, best.params, best.user_attrs)

@@ -1,15 +1,15 @@
 """Fine-tune a causal language model of Hugging Face's, divided among all GPUs."""
 
 import argparse
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import time
+import zlib
 from glob import glob
 
 import numpy as np
+import resume
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -35,9 +35,6 @@ local_rank = int(os.environ.get("SLURM_LOCALID", 0))
 world_size = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
 if int(os.environ.get("SLURM_NTASKS", world_size)) != world_size:
     raise SystemExit("main.py: error: this is no task of the job: start it with srun")
-warned = []  # by Slurm: USR1 before the time limit, TERM before a preemption
-for name in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(name, lambda number, frame: warned.append(number))
 if world_size == 1:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 elif "MASTER_ADDR" not in os.environ:  # job.sh sets both, salloc neither
@@ -48,13 +45,13 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
 partial = f"{run_dir}/partial"  # what is not whole yet
 found = glob(f"{run_dir}/checkpoint-*")
-kept = f"{run_dir}/samples.npy"  # the data of these checkpoints
-data = kept if found and os.path.exists(kept) else "samples.npy"
-if not os.path.exists(data):
+if not os.path.exists("samples.npy"):
     parser.error("no samples.npy: run pack.py")
 if min(args.batch_size, args.micro_batch_size, args.copies, args.epochs) < 1:
     parser.error("batches, --copies and --epochs are at least 1")
-samples = np.load(data, mmap_mode="r")
+samples = np.load("samples.npy", mmap_mode="r")
+some = np.ascontiguousarray(samples[:: len(samples) // 100 + 1])
+digest = f"{len(samples)} samples, {zlib.crc32(some):08x}"
 steps = len(samples) // args.batch_size  # of an epoch
 total = args.epochs * steps
 if not os.path.exists(f"{args.model}/config.json"):
@@ -68,10 +65,8 @@ if os.path.exists(f"{run_dir}/model"):
 if steps == 0:
     parser.error(f"{len(samples)} samples, and a step takes {args.batch_size}")
 if args.batch_size % (world_size * args.micro_batch_size):
-    parser.error(
-        f"no batch of {args.batch_size} on {world_size} ranks, "
-        f"{args.micro_batch_size} samples at a time"
-    )
+    each = f"{args.micro_batch_size} samples at a time"
+    parser.error(f"no batch of {args.batch_size} on {world_size} ranks, {each}")
 if args.resume and not found and not os.path.exists(f"{args.resume}/.metadata"):
     parser.error(f"no checkpoint in {args.resume}")
 if world_size % args.copies:
@@ -103,36 +98,31 @@ for module in model.modules():
 tied = model.all_tied_weights_keys  # the files have one of the two
 weights = {name: w for name, w in model.state_dict().items() if name not in tied}
 optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.95))
-run = {"model": model, "optimizer": optimizer}
+# The order of the samples and the rate follow from these.
+settings = {"batch_size": args.batch_size, "epochs": args.epochs, "data": digest}
+run = {"model": model, "optimizer": optimizer, "settings": dict(settings)}
 
-path = [max(found, key=lambda path: int(path.split("-")[-1]), default=args.resume)]
+path = max(found, key=lambda path: int(path.split("-")[-1]), default=args.resume)
+path = resume.tell_all(path)  # rank 0 decides for all
+first = int(path.split("-")[-1]) if path else 0
 if rank == 0:
     shutil.rmtree(partial, ignore_errors=True)  # of a job that was killed
-    # pack.py may replace the file that this job begins with.
-    with contextlib.suppress(OSError):  # it is linked, or the disk has no hard links
-        if os.path.exists(kept) and not os.path.samefile(data, kept):
-            os.remove(kept)  # of an older job with this number
-        os.link(data, kept)
-dist.broadcast_object_list(path)  # rank 0 decides for all
-first = int(path[0].split("-")[-1]) if path[0] else 0
-if path[0] == args.resume and first > total:
-    raise SystemExit(f"main.py: error: {path[0]} is step {first}, the last is {total}")
-if rank == 0 and path[0]:
-    print(f"Resumed {path[0]}: step {first} of {total}", flush=True)
 try:
-    if path[0]:
+    if path:
         get_optimizer_state_dict(model, optimizer)  # makes what load fills
-        dcp.load(run, checkpoint_id=path[0])
+        dcp.load(run, checkpoint_id=path)
+        if run["settings"] != settings:
+            resume.fail(f"{path} is of {run['settings']}, this is {settings}")
+        resume.say(f"Resumed {path}: step {first} of {total}")
     else:
         reader = dcp.HuggingFaceStorageReader(args.model)
         names = reader.read_metadata().state_dict_metadata.keys()
         if others := names - weights.keys() - tied.keys():
-            other = min(others)
-            raise SystemExit(f"main.py: error: {args.model}: not in its model: {other}")
+            resume.fail(f"{args.model}: not in its model: {min(others)}")
         dcp.load(weights, storage_reader=reader)
 except dcp.CheckpointException as failure:
     reason = next(iter(failure.failures.values()))[0]
-    raise SystemExit(f"main.py: error: {path[0] or args.model}: {reason}") from None
+    resume.fail(f"{path or args.model}: {reason}")
 
 # Does the second document of a sample depend on the first? In some models it does.
 tokens = torch.tensor([[5, 6, 7, 8, 9], [8, 9, 7, 8, 9]], device=device)
@@ -142,7 +132,7 @@ with torch.no_grad():
     one, two = model(tokens, position_ids=positions, use_cache=False).logits[:, 2:]
 model.train()
 if (one - two).abs().max() > 0.02 * one.abs().max():
-    raise SystemExit("main.py: error: in this model, documents of a sample are mixed")
+    resume.fail("in this model, documents of a sample are mixed")
 
 
 def save(name, content, writer):
@@ -153,7 +143,7 @@ def save(name, content, writer):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # this makes room
         reason = next(iter(failure.failures.values()))[0]
-        raise SystemExit(f"main.py: error: {name}: disk full? {reason}") from None
+        resume.fail(f"{name}: disk full? {reason}")
     if rank == 0:
         shutil.rmtree(f"{partial}/sharded", ignore_errors=True)  # the model's parts
         os.replace(partial, f"{run_dir}/{name}")
@@ -167,8 +157,8 @@ for step in range(first, total):
     batch = order[: steps * args.batch_size].reshape(steps, -1)[step % steps]
     count = int((samples[batch, 1] >= 0).sum())  # targets of all ranks
     if samples[batch, 0].max() >= model.get_input_embeddings().num_embeddings:
-        raise SystemExit("main.py: error: a token is not in the model's vocabulary")
-    torch.manual_seed(hash((step, rank)))  # of dropout: the same after a resume
+        resume.fail("a token is not in the model's vocabulary")
+    resume.seed(resume.make_seed(step, rank))  # of dropout: the same after a resume
     loss = torch.zeros((), device=device)
     for part in batch.reshape(-1, world_size, args.micro_batch_size)[:, rank]:
         part = torch.from_numpy(samples[part].astype(np.int64)).to(device)
@@ -180,18 +170,15 @@ for step in range(first, total):
         loss += share.detach()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     if not norm.isfinite():
-        raise SystemExit(f"main.py: error: NaN in the gradients of step {step}")
+        resume.fail(f"NaN in the gradients of step {step}")
     factor = min((step + 1) / 10, 1 - step / total)  # warm-up, then down to 0
     for group in optimizer.param_groups:
         group["lr"] = args.learning_rate * factor
     optimizer.step()
     optimizer.zero_grad()
     due = step + 1 == total or time.monotonic() - saved_at > 1800
-    sums = torch.stack([loss, loss.new_tensor(due), loss.new_tensor(len(warned))])
-    dist.all_reduce(sums)  # the ranks agree whether to save, and whether to stop
-    loss, due, stop = sums.tolist()
-    if rank == 0:
-        print(f"Step {step}: loss {loss:.4f}, gradient norm {norm:.4f}", flush=True)
+    loss, due, stop = resume.reduce([loss, due, len(resume.warned)])  # of all ranks
+    resume.say(f"Step {step}: loss {loss:.4f}, gradient norm {norm:.4f}")
     if due or stop:
         old = glob(f"{run_dir}/checkpoint-*")
         save(f"checkpoint-{step + 1}", run, dcp.FileSystemWriter(partial))
@@ -200,7 +187,7 @@ for step in range(first, total):
                 shutil.rmtree(path)
         saved_at = time.monotonic()
     if stop:
-        raise SystemExit(1)  # not finished: job.sh starts the job again
+        resume.leave(75)  # not finished: job.sh starts the job again
 trained = model.state_dict()
 weights = {name: trained[name].to(dtype=dtype) for name in weights}
 writer = dcp.HuggingFaceStorageWriter(

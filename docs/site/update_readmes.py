@@ -57,8 +57,7 @@ DIFFS = [
     ("multi_node/job.sh", "imagenet/job.sh"),
     ("multi_node/main.py", "imagenet/main.py"),
     ("docs/your_training/before.py", "docs/your_training/main.py"),
-    ("docs/your_training/main.py", "docs/your_training/resume/main.py"),
-    ("docs/your_training/resume/main.py", "docs/your_training/whole/main.py"),
+    ("docs/your_training/main.py", "docs/your_training/several/main.py"),
 ]
 
 

@@ -4,6 +4,7 @@ import re
 import shutil
 import signal
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,6 @@ CROPS = """
 import random
 
 import numpy as np
-from samples import Seeded
 
 
 class Crops(list):
@@ -45,7 +45,8 @@ def collate(rows):
     return batch
 
 
-train_set = Seeded(Crops([dataset[i] for i in range(len(dataset))]))
+your_data = Crops([dataset[i] for i in range(len(dataset))])
+train_set = Seeded()
 """
 # What it changes in each script; the page's lines come above the last of them.
 WORKERS = "DataLoader(train_set, 64, num_workers=2, collate_fn=collate,"
@@ -56,13 +57,13 @@ WITH_CROPS = {
     },
     "lightning": {
         "DataLoader(dataset, 64,": WORKERS,
-        "DataLoader(dataset, 4096)": "DataLoader(Seeded(dataset), 4096, num_workers=1)",
+        "DataLoader(dataset, 4096)": "DataLoader(Seeded(), 4096, num_workers=1)",
         "Sampler(dataset": "Sampler(train_set",
         "    def __iter__": "    def set_epoch",
     },
     "trainer": {
         "train_dataset=dataset": "data_collator=collate, train_dataset=train_set",
-        "eval_dataset=dataset": "eval_dataset=Seeded(dataset)",
+        "eval_dataset=dataset": "eval_dataset=Seeded()",
         "    disable_tqdm": "    dataloader_num_workers=2,\n    disable_tqdm",
         "\n    def on_step_end": "    # Trainer",
     },
@@ -108,7 +109,9 @@ def change(text: str, changes: dict[str, str]) -> str:
 def add_crops(name: str, text: str) -> str:
     """Return a framework's script with random crops and workers, as the page says."""
     data_set = re.search(r"^dataset = .*\n", text, re.M)[0]
-    text = text.replace(data_set, data_set + CROPS)
+    seeded = textwrap.dedent(listing("your_training.rst", "class Seeded"))
+    head, made = CROPS.split("your_data = ")
+    text = text.replace(data_set, f"{data_set}{head}{seeded}\n\nyour_data = {made}")
     *changes, (place, page_lines) = WITH_CROPS[name].items()
     lines = listing("your_training.rst", page_lines.strip())
     return change(text, dict([*changes, (place, lines + place)]))
@@ -125,8 +128,8 @@ def environment(frameworks) -> Path:
 def submit(jobs: Jobs, folder: Path, name: str, case: str, environment: Path) -> str:
     """Submit a framework's script in a folder of its own; return the job's number."""
     folder.mkdir()
-    for file in ("job.sh", "samples.py"):
-        shutil.copy(SCRIPTS / file, folder)
+    for file in (SCRIPTS / "job.sh", REPOSITORY / "imagenet" / "resume.py"):
+        shutil.copy(file, folder)
     text = (SCRIPTS / name / "main.py").read_text()
     if case == "epochs of five steps":
         text = text.replace("16384", "640").replace("(first, 5)", "(first, 60)")

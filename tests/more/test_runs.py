@@ -11,13 +11,16 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from first_aid import user_of
+from fork_ranks import Ranks
 from slurm_jobs import REPOSITORY, Jobs, call
-from test_your_training import HOME, start
 
 RUNS = REPOSITORY / "docs" / "runs"
 PAGE = (REPOSITORY / "docs" / "runs.rst").read_text()
+HOME = user_of(SimpleNamespace(env={}))  # the variables of a shell without Slurm
 ONE = "--nodes=1 --gpus-per-node=1 --cpus-per-task=1 --mem=2G".split()
 
 # Says what it was told. With --wait, it then waits for the file go, and saves when it
@@ -334,16 +337,30 @@ def trials(folder: Path, job: str, frameworks: Path) -> list[list]:
     return json.loads(subprocess.check_output(command, cwd=folder))
 
 
+def make_search(folder: Path) -> str:
+    """Return the script that the page's diff makes, with what it imports beside it."""
+    (rows,) = re.findall(r"^   --- whole/main.py\n(?:(?:   .*)?\n)+", PAGE, re.M)
+    lines = [row[3:] or " " for row in rows.rstrip("\n").split("\n")]
+    shutil.copy(REPOSITORY / "docs" / "your_training" / "whole" / "main.py", folder)
+    for file in (RUNS / "search.py", REPOSITORY / "imagenet" / "resume.py"):
+        shutil.copy(file, folder)
+    patch = ["patch", "--fuzz=0", "main.py"]
+    subprocess.run(
+        patch, cwd=folder, input="\n".join(lines) + "\n", text=True, check=True
+    )
+    return (folder / "main.py").read_text()
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_search(jobs: Jobs, project, frameworks):
     """A task is warned, one requeued, one killed: no trial is lost, or made twice."""
-    program = (RUNS / "search.py").read_text()
-    folder = project(python=f"{frameworks}/bin/python", program=program)
+    folder = project(python=f"{frameworks}/bin/python")
+    make_search(folder)
     flags = [f"--output={jobs.logs}/%A_%a.out", "--array=1-4%3", "--mem=4G"]
     flags += "--ntasks-per-node=2 --cpus-per-task=1".split()
     # On one node: the next start removes what a requeue leaves no time for.
     flags.append("--nodelist=node1")
-    array = jobs.submit(folder, *flags, "job.sh", EPOCHS="8")
+    array = jobs.submit(folder, *flags, "job.sh", "--epochs=4")
     tasks = [f"{array}_{number}" for number in range(1, 5)]
     warned, requeued, killed, undisturbed = tasks
     for task, end in (
@@ -351,7 +368,7 @@ def test_search(jobs: Jobs, project, frameworks):
         (requeued, ["scontrol", "requeue"]),
         (killed, ["scancel", "--signal=KILL"]),
     ):
-        jobs.until(task, "^Trial ")
+        jobs.until(task, "^Trial: ")
         # Of the killed one, only the training, step 2, and not its job.
         jobs.run([*end, f"{task}.2" if task == killed else task])
     failed = jobs.wait(killed)
@@ -362,20 +379,27 @@ def test_search(jobs: Jobs, project, frameworks):
         assert result.state == "COMPLETED", result
         assert result.restarts == (task != undisturbed), result
         # After its second start, it has the settings of the first.
-        assert len(set(result.find("^Trial .*"))) == 1, result
-        resumed = len(result.find("^Resumed "))
+        assert len(set(result.find("^Trial: .*"))) == 1, result
+        resumed = len(result.find("^Resuming "))
         # Slurm gives the requeued one a few seconds: at its start, that may be too few.
         assert resumed == (task == warned) or task == requeued, result
     ended = trials(folder, array, frameworks)
-    assert [state for state, _, _ in ended] == ["COMPLETE"] * 4
+    assert {state for state, _, _ in ended} <= {"COMPLETE", "PRUNED"}, ended
+    assert len(ended) == 4
     folders = [attributes["run_dir"] for _, _, attributes in ended]
     assert sorted(folders) == [f"runs/{task}" for task in tasks]
     (command,) = re.findall(r"^    (grep -h .*)$", PAGE, re.M)
     command = command.replace("slurm-30_*.out", f"'{jobs.logs}'/{array}_*.out")
     best = jobs.run(["bash", "-c", command]).output
-    value, won = min((value, folders[n]) for n, (_, value, _) in enumerate(ended))
+    value, won = max(
+        (value, folders[n])
+        for n, (state, value, _) in enumerate(ended)
+        if state == "COMPLETE"
+    )
     assert f": {value} " in best and f"'{won}'" in best, best
-    assert (folder / won / "model.pt").exists()
+    history = (folder / won / "metrics.jsonl").read_text().splitlines()
+    assert value == max(json.loads(line)["accuracy"] for line in history)
+    assert (folder / won / "best.pt").exists()
 
 
 # Five trials that no other can beat.
@@ -383,31 +407,63 @@ GOOD = """\
 import optuna
 backend = optuna.storages.journal.JournalFileBackend("runs/7.journal")
 storage = optuna.storages.JournalStorage(backend)
-study = optuna.create_study(storage=storage, study_name="7")
+study = optuna.create_study(storage=storage, study_name="7", direction="maximize")
 for _ in range(5):
-    values = {epoch: 1e-6 for epoch in range(9)}
-    study.add_trial(optuna.trial.create_trial(value=1e-6, intermediate_values=values))
+    values = {epoch: 2.0 for epoch in range(9)}
+    study.add_trial(optuna.trial.create_trial(value=2.0, intermediate_values=values))
 """
 
 
-def test_trials_that_end_early(tmp_path, frameworks):
-    """All ranks leave a pruned trial, but not in its last epoch. NaN has failed."""
+@pytest.fixture(scope="module")
+def ranks(frameworks):
+    ranks = Ranks(frameworks / "bin" / "python")
+    yield ranks
+    ranks.end()
+
+
+def test_all_ranks_leave_a_trial_that_is_stopped(tmp_path, frameworks, ranks):
     python = frameworks / "bin" / "python"
-    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "7_1").mkdir(parents=True)
     subprocess.run([python, "-c", GOOD], cwd=tmp_path, check=True)
-    (packages,) = frameworks.glob("lib/*/site-packages")
-    for run, epochs, words, status, state in (
-        ("pruned", "3", [], 0, "PRUNED"),
-        ("last", "1", [], 0, "COMPLETE"),
-        ("nan", "3", ["1e30"], 1, "FAIL"),
+    make_search(tmp_path)
+    env = {"RUN_DIR": "runs/7_1", "SLURM_ARRAY_JOB_ID": "7"}
+    ended = ranks(tmp_path, "--epochs=3", ranks=2, **env)
+    assert [rank.exit_code for rank in ended] == [0, 0], ended
+    assert len(ended[0].find("^Epoch ")) == 1, ended
+    assert ended[0].find("^Best of 5: 2.0 "), ended
+    assert trials(tmp_path, "7", frameworks)[-1][::2] == [
+        "PRUNED",
+        {"run_dir": "runs/7_1"},
+    ]
+    # Its trial has ended.
+    ended = ranks(tmp_path, "--epochs=3", ranks=2, **env)
+    assert [rank.exit_code for rank in ended] == [1, 1], ended
+    assert ended[0].find("^main.py: error: its trial is PRUNED$"), ended
+
+
+def test_ranking(tmp_path):
+    """The best validation accuracy of each run; those that have failed are last."""
+    page = (REPOSITORY / "docs" / "after_a_job.rst").read_text()
+    (typed,) = re.findall(r"^    for run in runs/28_\*; do\n(?:    .*\n)+", page, re.M)
+    for number, accuracies in (
+        (1, [0.5, 0.9, 0.7]),
+        (2, None),
+        (3, [0.97]),
+        (4, [1e-5]),
     ):
-        (tmp_path / run).mkdir()
-        env = {"RUN_DIR": run, "EPOCHS": epochs, "SLURM_JOB_ID": "7"}
-        env["PYTHONPATH"] = str(packages)
-        ranks = start(RUNS / "search.py", *[tmp_path] * 2, arguments=words, **env)
-        assert [rank.exit_code for rank in ranks] == [status] * 2, ranks
-        assert len(ranks[0].find("^Epoch ")) == (run != "nan"), ranks
-        assert trials(tmp_path, "7", frameworks)[-1][::2] == [state, {"run_dir": run}]
+        run = tmp_path / "runs" / f"28_{number}"
+        run.mkdir(parents=True)
+        (run / "line").write_text(f"--lr {number}\n")
+        if accuracies:
+            rows = [json.dumps({"loss": 1 / a, "accuracy": a}) for a in accuracies]
+            (run / "metrics.jsonl").write_text("\n".join(rows))
+    ranked = call(["bash", "-c", typed], cwd=tmp_path)
+    assert ranked.output.splitlines() == [
+        '"accuracy": 0.97 runs/28_3 --lr 3',
+        '"accuracy": 0.9 runs/28_1 --lr 1',
+        '"accuracy": 1e-05 runs/28_4 --lr 4',
+        '"accuracy": none runs/28_2 --lr 2',
+    ], ranked
 
 
 # What `nvidia-smi -i 0,1 --query-gpu=… --format=csv,noheader,nounits` prints.

@@ -7,16 +7,12 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from first_aid import user_of
+from fork_ranks import Ranks
 from slurm_jobs import REPOSITORY, Result
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -26,60 +22,11 @@ FLAGS = "--batch-size 12 --epochs 2 --learning-rate 0.003".split()
 ERROR = "main.py: error: "
 
 
-class Ranks:
-    """Starts ranks without Slurm, which gives them its variables here."""
-
-    def __init__(self, python: Path):
-        env = user_of(SimpleNamespace(env={})) | {"OMP_NUM_THREADS": "1"}
-        command = [python, MODELS]
-        pipe = subprocess.PIPE
-        self.server = subprocess.Popen(
-            command, env=env, stdin=pipe, stdout=pipe, text=True
-        )
-
-    def __call__(
-        self,
-        folder: Path,
-        *arguments: str,
-        ranks: int = 1,
-        script: Path = SCRIPTS / "main.py",
-        warn_at: str = "",
-        **env: str,
-    ) -> list[Result]:
-        """Run ranks to their end; warn one of them when the first has printed so."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env |= {"SLURM_STEP_NUM_TASKS": str(ranks)}
-        variables = [
-            env
-            | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
-            | {"SLURM_NODEID": str(rank % 2)}  # --distribution=cyclic
-            for rank in range(ranks)
-        ]
-        arguments = [str(argument) for argument in arguments]
-        request = json.dumps([str(script), arguments, str(folder), variables])
-        logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
-        for log in logs:
-            log.write_text("")
-        print(request, file=self.server.stdin, flush=True)
-        processes = json.loads(self.server.stdout.readline())
-        while warn_at and warn_at not in logs[0].read_text():
-            time.sleep(0.001)
-        if warn_at:
-            os.kill(processes[-1], signal.SIGUSR1)
-        codes = json.loads(self.server.stdout.readline())
-        pairs = zip(logs, codes, strict=True)
-        return [Result(log.read_text(), code) for log, code in pairs]
-
-
 @pytest.fixture(scope="module")
 def ranks(frameworks):
-    ranks = Ranks(frameworks / "bin" / "python")
+    ranks = Ranks(frameworks / "bin" / "python", MODELS)
     yield ranks
-    ranks.server.stdin.close()
-    assert ranks.server.wait() == 0
+    ranks.end()
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +35,8 @@ def make(ranks, tmp_path_factory):
 
     def make(kind: str, *options: str) -> Path:
         folder = tmp_path_factory.mktemp(kind)
+        for file in (SCRIPTS / "main.py", REPOSITORY / "imagenet" / "resume.py"):
+            shutil.copy(file, folder)
         made = ranks(
             folder, "make", kind, folder / "pretrained", *options, script=MODELS
         )
@@ -207,14 +156,11 @@ def test_stopped(ranks, make, qwen3):
 
     whole = ranks(folder, *FLAGS, ranks=2, RUN_DIR=str(folder))[0]
     # Dropout is there.
-    # An earlier job of this number has left its data.
     (qwen3 / "without").mkdir()
-    (qwen3 / "without" / "samples.npy").touch()
     without = ranks(qwen3, *FLAGS, "--epochs=1", ranks=2, RUN_DIR="without")[0]
-    assert (qwen3 / "without" / "samples.npy").samefile(qwen3 / "samples.npy")
     assert steps(without)[0] != steps(whole)[0], without
     stopped = run(warn_at="Step 1:")
-    assert stopped.exit_code == 1 and len(steps(stopped)) < len(steps(whole)), stopped
+    assert stopped.exit_code == 75 and len(steps(stopped)) < len(steps(whole)), stopped
     (saved,) = disk.iterdir()
     assert stopped.find("^Saved disk/(.*)$") == [saved.name], stopped
     good = {path: path.read_bytes() for path in saved.iterdir()}
@@ -235,9 +181,13 @@ def test_stopped(ranks, make, qwen3):
     again = run()
     assert again.find(f"^{ERROR}disk/model is there already$"), again
     (folder / "past").mkdir()
-    past = ["--epochs=1", f"--resume=disk/{last}"]
-    (past,) = ranks(folder, *FLAGS, *past, RUN_DIR="past")
-    assert past.find(rf"^{ERROR}disk/{last} is step \d+, the last is \d+$"), past
+    for other, told in (
+        ("--epochs=1", "'epochs': 2, .*'epochs': 1"),
+        ("--batch-size=6", "'batch_size': 12, .*'batch_size': 6"),
+    ):
+        (past,) = ranks(folder, *FLAGS, other, f"--resume=disk/{last}", RUN_DIR="past")
+        assert past.exit_code == 1 and not steps(past), past
+        assert past.find(rf"^{ERROR}disk/{last} is of .*{told}"), past
     (again,) = ranks(folder, *FLAGS, f"--resume=disk/{last}", RUN_DIR="past")
     assert again.find("^Saved past/model$") and not steps(again), again
     shutil.rmtree(disk / "model")
@@ -307,8 +257,7 @@ def test_job(jobs, ranks, make, frameworks):
     """By job.sh: warned, it comes back and goes on; so do fewer and more ranks."""
     folder = make("qwen3")
     (folder / ".venv").symlink_to(frameworks)
-    for name in ("sharded/main.py", "your_training/job.sh"):
-        shutil.copy(REPOSITORY / "docs" / name, folder)
+    shutil.copy(REPOSITORY / "docs" / "your_training" / "job.sh", folder)
     flags = [*FLAGS, "--epochs=6", "--learning-rate=0.0003"]
 
     def submit(shape: str, *more: str) -> str:
@@ -319,23 +268,24 @@ def test_job(jobs, ranks, make, frameworks):
 
     job = submit("2 x 1")
     jobs.until(job, "^Step 2:")
-    assert (folder / "runs" / job / "samples.npy").samefile(folder / "samples.npy")
-    # Other samples are packed for another job.
-    alone = folder / "alone"
-    alone.mkdir()
-    os.replace(folder / "samples.npy", alone / "samples.npy")
-    np.save(folder / "other.npy", np.load(alone / "samples.npy")[::-1])
-    os.replace(folder / "other.npy", folder / "samples.npy")
     jobs.run(["scancel", "--batch", "--signal=USR1", job])
     name = jobs.until(job, rf"^Saved runs/{job}/(checkpoint-\d+)$")[1]
     shutil.copytree(folder / "runs" / job / name, folder / "kept" / name)
     result = jobs.wait(job)
-    os.replace(alone / "samples.npy", folder / "samples.npy")
+    (folder / "alone").mkdir()
     right = steps(ranks(folder, *flags, ranks=2, RUN_DIR="alone")[0])
     assert (result.state, result.restarts) == ("COMPLETED", 1), result
     assert len(result.find("^Step ")) == len(right), result
     assert_near(steps(result), right)
     first = int(name.split("-")[1])
+    np.save(folder / "other.npy", np.load(folder / "samples.npy")[::-1])
+    shutil.copy(folder / "samples.npy", folder / "kept" / "samples.npy")
+    os.replace(folder / "other.npy", folder / "samples.npy")
+    (folder / "changed").mkdir()
+    resumed = ["--resume", f"kept/{name}"]
+    ended, _ = ranks(folder, *flags, *resumed, ranks=2, RUN_DIR="changed")
+    assert ended.exit_code == 1 and ended.find(f"^{ERROR}kept/{name} is of "), ended
+    os.replace(folder / "kept" / "samples.npy", folder / "samples.npy")
     for job in [
         submit(shape, "--resume", f"kept/{name}/") for shape in ("1 x 1", "2 x 2")
     ]:

@@ -1,22 +1,21 @@
 """docs/your_training: a script as a job of one GPU, of several, and how it comes back.
 
-GPUs, disks of nodes and a loss of NaN are simulated; ranks without Slurm get its names.
+GPUs and disks of nodes are simulated; ranks without Slurm get its names.
 """
 
+import json
 import re
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from first_aid import user_of
-from slurm_jobs import REPOSITORY, Jobs, Result, every_case, listing
+from fork_ranks import Ranks
+from shapes import HEAD, SHAPES
+from slurm_jobs import REPOSITORY, Jobs, Result, listing
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler, TensorDataset
@@ -24,10 +23,9 @@ from torch.utils.data import DistributedSampler, TensorDataset
 FLAGS = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=1 --mem=4G"
 PAGE = (REPOSITORY / "docs" / "your_training.rst").read_text()
 SCRIPTS = REPOSITORY / "docs" / "your_training"
-RESUME = SCRIPTS / "resume" / "main.py"
+SEVERAL = SCRIPTS / "several" / "main.py"
 WHOLE = SCRIPTS / "whole" / "main.py"
-SHARDED = REPOSITORY / "docs" / "sharded" / "main.py"
-HOME = user_of(SimpleNamespace(env={}))  # the variables of a shell without Slurm
+RESUME = REPOSITORY / "imagenet" / "resume.py"
 
 
 def losses(text: str, processes: int, samples: int = 16384) -> dict[int, float]:
@@ -81,7 +79,7 @@ def expected(world_size: int, rate: float | None = None) -> list[float]:
 @pytest.fixture(scope="module")
 def together(jobs: Jobs, several) -> tuple[Path, Result]:
     """The script as a job of four processes on two nodes."""
-    folder = several(SCRIPTS / "main.py")
+    folder = several(SEVERAL)
     return folder, jobs.sbatch(folder, *FLAGS.split(), "job.sh")
 
 
@@ -140,52 +138,103 @@ def test_other_numbers(jobs, together, tasks):
     assert result.exit_code == 0, result
 
 
-def start(script: Path, *folders: Path, arguments=(), **more: str) -> list[Result]:
-    """Train without Slurm, one rank in each folder; return how each has ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    env |= {"SLURM_STEP_NUM_TASKS": str(len(folders))} | more
-    ranks = [
-        subprocess.Popen(
-            ["timeout", "240", sys.executable, script, *arguments],
-            cwd=folder,
-            env=HOME | env | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, folder in enumerate(folders)
-    ]
-    return [Result(rank.communicate()[0], rank.returncode) for rank in ranks]
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks(Path(sys.executable))
+    yield ranks
+    ranks.end()
 
 
-def changed(folder: Path, old: str, new: str, script: Path = RESUME) -> Path:
-    """Return a copy of a script, with another text in one place."""
-    text = script.read_text()
-    assert text.count(old) == 1, old
-    folder.mkdir(exist_ok=True)
-    (folder / "changed.py").write_text(text.replace(old, new))
-    return folder / "changed.py"
+def write(folder: Path, script: str, *changes: tuple[str, str]) -> Path:
+    """Make a folder with resume.py and a script, in which some texts are others."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(RESUME, folder)
+    for old, new in changes:
+        assert script.count(old) == 1, old
+        script = script.replace(old, new)
+    (folder / "main.py").write_text(script)
+    return folder
+
+
+def said(starts: list[list[Result]], pattern: str) -> list[str]:
+    """Return what rank 0 has printed in some starts."""
+    return [line for ranks in starts for line in ranks[0].find(pattern)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(ranks, tmp_path, name):
+    """Warned by USR1, then by TERM, in mid-epoch: lines and weights are the same."""
+    number, text = SHAPES[name]
+    undisturbed = ranks(write(tmp_path / "undisturbed", HEAD + text), ranks=number)
+    folder = write(tmp_path / "stopped", HEAD + text)
+    warnings = [f"10 {int(signal.SIGUSR1)}", f"10 {int(signal.SIGTERM)}", "0 0"]
+    starts = [ranks(folder, ranks=number, WARN=warning) for warning in warnings]
+    codes = [{rank.exit_code for rank in start} for start in starts]
+    assert codes == [{75}, {75}, {0}], starts
+    assert len(said(starts, "^Asked to stop: saved step")) == 2, starts
+    assert len(said(starts, "^Resuming from ")) == 2, starts
+    right = said([undisturbed], "^(?:Shows|Weights) .*")
+    assert said(starts, "^(?:Shows|Weights) .*") == right and len(right) > 1
+
+
+def test_one_gpu_comes_back(ranks, tmp_path):
+    """The page's two commands, and then the lines of a script that nothing stops."""
+    text = (SCRIPTS / "main.py").read_text()
+    (undisturbed,) = ranks(write(tmp_path / "undisturbed", text))
+    folder = write(tmp_path / "stopped", text)
+    (variable, turns), *_ = re.findall(r"^    (STOP_AT)=(\d+) ", PAGE, re.M)
+    starts = [ranks(folder, **{variable: turns}), ranks(folder)]
+    assert [start[0].exit_code for start in starts] == [75, 0], starts
+    assert said(starts, "^Epoch .*") == undisturbed.find("^Epoch .*"), starts
+    assert len(undisturbed.find("^Epoch .*")) == 5, undisturbed
+    before, after = (
+        torch.load(tmp_path / name / "model.pt") for name in ("undisturbed", "stopped")
+    )
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+UNFREEZE = """
+    if epoch == 2:
+        for weight in model.module.parameters():
+            weight.requires_grad = True
+        model = nn.parallel.DistributedDataParallel(model.module)
+        optimizer.add_param_group({"params": model.module[0].parameters()})
+"""
+
+
+def test_layers_that_are_unfrozen_later(ranks, tmp_path):
+    """Their optimizer has other groups than the checkpoint: one line says so."""
+    wrap = "model = nn.parallel.DistributedDataParallel(model)\n"
+    loop = "    metrics = run.sums(2, device)\n"
+    folder = write(
+        tmp_path,
+        SEVERAL.read_text(),
+        ("16384, 2", "1280, 2"),
+        (wrap, f"model[0].requires_grad_(False)\n{wrap}"),
+        ("SGD(model.parameters()", "SGD(model.module[2].parameters()"),
+        (loop, UNFREEZE + loop),
+    )
+    stopped = ranks(folder, ranks=2, STOP_AT="25")
+    assert [rank.exit_code for rank in stopped] == [75, 75], stopped
+    again = ranks(folder, ranks=2)
+    assert [rank.exit_code for rank in again] == [1, 1], again
+    line = "^main.py: error: the checkpoint's optimizer does not fit: .*group"
+    assert len(again[0].find(line)) == 1 and "Traceback" not in again[0].output, again
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory) -> Path:
-    """A script of one's own, made from resume's, in which a test lets things happen.
+    """A script of one's own, made from the page's, in which a test lets things happen.
 
     Before its imports, and after a step, it runs what a variable holds.
     """
-    folder = tmp_path_factory.mktemp("scripts") / "own"
-    folder.mkdir()
-    text = RESUME.read_text().replace("nn.ReLU(),", "nn.ReLU(), nn.Dropout(0.5),")
+    text = SEVERAL.read_text().replace("nn.ReLU(),", "nn.ReLU(), nn.Dropout(0.5),")
     text = text.replace("16384, 2", "2048, 2").replace("epochs = 5", "epochs = 3")
-    step = "        mine += len(targets)\n"
-    assert text.count(step) == 1
-    happens = '        exec(os.environ.get(f"AT_{epoch}_{mine}", ""))\n'
+    step = "        metrics[1] += len(targets)\n"
+    happens = '        exec(os.environ.get(f"AT_{epoch}_{run.step}", ""))\n'
     first = 'import os\nexec(os.environ.get("AT_IMPORT", ""))\n'
-    (folder / "main.py").write_text(first + text.replace(step, step + happens))
-    return folder / "main.py"
+    folder = tmp_path_factory.mktemp("scripts") / "own"
+    return write(folder, first + text, (step, step + happens)) / "main.py"
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +242,7 @@ def own_folder(several, own) -> Path:
     return several(own)
 
 
-WAIT = "print('waits', flush=True)\nwhile not warned:\n    time.sleep(0.01)"
+WAIT = "print('waits', flush=True)\nwhile not resume.warned:\n    time.sleep(0.01)"
 ONCE = """import time
 mark = os.environ["RUN_DIR"] + "/once-" + os.environ["SLURM_PROCID"]
 if not os.path.exists(mark):
@@ -205,12 +254,12 @@ ONE = "--cpus-per-task=1 --mem=2G".split()
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_it_comes_back_and_goes_on(jobs, own, own_folder, tmp_path):
+def test_it_comes_back_and_goes_on(jobs, ranks, own, own_folder):
     """Preempted in its imports, then warned of the time limit, then requeued.
 
     Its losses are those of a run that nothing has happened to.
     """
-    happens = {"AT_0_640": WAIT, "AT_2_320": WAIT}
+    happens = {"AT_0_10": WAIT, "AT_2_5": WAIT}
     happens["AT_IMPORT"] = ONCE + "print('imports', flush=True); time.sleep(600)"
     limits = ["--signal=B:USR1@175", "--time=10"]
     job = jobs.submit(own_folder, *TWO, *limits, "job.sh", **happens)
@@ -232,8 +281,8 @@ def test_it_comes_back_and_goes_on(jobs, own, own_folder, tmp_path):
     result = jobs.wait(job)
     state = jobs.state_after_preemption()
     assert (result.state, result.restarts) == (state, 3), result
-    assert len(result.find(f"^Resumed runs/{job}/checkpoint.pt: epoch")) == 2, result
-    undisturbed, _ = start(own, tmp_path, tmp_path)
+    assert len(result.find(f"^Resuming from .*/runs/{job}/epoch-00")) == 2, result
+    undisturbed, _ = ranks(own.parent, ranks=2)
     assert losses(result.output, 2, 2048) == losses(undisturbed.output, 2, 2048)
     assert len(losses(undisturbed.output, 2, 2048)) == 3, undisturbed
 
@@ -365,93 +414,43 @@ def test_what_comes_back(jobs, tmp_path):
         assert (tmp_path / "runs" / task / "below" / "checkpoint-0").exists()
 
 
-def test_nan(tmp_path, own):
-    """The last good checkpoint stays, and one line tells."""
-    nan = "model.module[0].weight.data.fill_(float('nan'))\nwarned.append(1)"
-    line = "main.py: error: NaN in the weights: checkpoint.pt is not saved"
-    for happens, last in (
-        ({"AT_0_640": "warned.append(1)"}, "Saved ./checkpoint.pt"),
-        ({"AT_1_640": nan}, line),
+def test_too_few_samples(ranks, tmp_path):
+    for name, script, changes, end in (
+        ("several", SEVERAL, [("16384, 2", "100, 2")], "100 samples are too few"),
+        (
+            "whole",
+            WHOLE,
+            [("images[:4096], classes[:4096]", "images[:64], classes[:64]")],
+            "64 samples: lower --batch-size",
+        ),
     ):
-        (ended,) = start(own, tmp_path, **happens)
-        assert ended.exit_code == 1, ended
-        assert ended.output.splitlines()[-1] == last, ended
-    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert all(weight.isfinite().all() for weight in saved["model"].values())
+        folder = write(tmp_path / name, script.read_text(), *changes)
+        ended = ranks(folder, ranks=2)
+        assert [rank.exit_code for rank in ended] == [1, 1], ended
+        assert ended[0].output == f"main.py: error: {end}\n", ended
+        assert not list(folder.glob("*.pt"))
 
 
-def test_another_number_of_ranks(tmp_path, own):
-    """What three ranks have not done, two do, and the line says what repeats."""
-    warn = {"AT_0_64": "warned.append(1)"}
-    stopped = start(own, *[tmp_path] * 3, **warn)
-    assert {rank.exit_code for rank in stopped} == {1}, stopped
-    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    epoch, done = saved["epoch"], int(saved["done"][1])
-    assert done > 0 and done % (3 * 64) == 0
-    resumed, _ = start(own, tmp_path, tmp_path)
-    line = f"Resumed ./checkpoint.pt: epoch {epoch}, {done} samples, {done % 2} again"
-    assert line in resumed.output.splitlines(), resumed
-    # The rest of the epoch is shared in whole batches.
-    count = done + (2048 - done) // 128 * 128
-    epochs = losses(resumed.output, 2, count) | losses(resumed.output, 2, 2048)
-    assert list(epochs) == list(range(epoch, 3)), resumed
-
-
-def test_bit_for_bit(tmp_path, own):
-    """Of more than two ranks, the order of a sum decides how it is rounded."""
-    weights = []
-    for name, stops in (("undisturbed", []), ("stopped", ["AT_0_64", "AT_0_128"])):
-        folder = tmp_path / name
-        folder.mkdir()
-        for stop in stops:
-            stopped = start(own, *[folder] * 3, **{stop: "warned.append(1)"})
-            assert {rank.exit_code for rank in stopped} == {1}, stopped
-        ended = start(own, *[folder] * 3)
-        assert {rank.exit_code for rank in ended} == {0}, ended
-        weights.append(torch.load(folder / "model.pt", weights_only=True))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_a_full_disk(tmp_path, own):
-    """The last good file stays, and one line tells."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk]
-    subprocess.run(mount, check=True)
-    (ended,) = start(own, disk, AT_0_640="warned.append(1)")
-    assert ended.exit_code == 1, ended
-    good = (disk / "checkpoint.pt").read_bytes()
-    (disk / "full").write_bytes(bytes(shutil.disk_usage(disk).free - (1 << 12)))
-    (ended,) = start(own, disk, AT_1_640="warned.append(1)")
-    error = "main.py: error: checkpoint.pt: [Errno 28] No space left on device"
-    assert ended.exit_code == 1 and ended.output.splitlines()[-1] == error, ended
-    assert (disk / "checkpoint.pt").read_bytes() == good
-
-
-@pytest.mark.parametrize("script", every_case(WHOLE, RESUME, SCRIPTS / "main.py"))
-def test_too_few_samples(tmp_path, script):
-    samples = "5096" if script == WHOLE else "16384, 2"
-    few = "1064" if script == WHOLE else "100, 2"
-    text = script.read_text().replace(samples, few).replace("4096", "64")
-    (tmp_path / "few.py").write_text(text)
-    for rank in start(tmp_path / "few.py", tmp_path, tmp_path):
-        assert rank.exit_code == 1, rank
-        end = ": lower --batch-size" if script == WHOLE else " are too few"
-        assert re.fullmatch(rf"main.py: error: \d+ samples{end}\n", rank.output)
-    assert not list(tmp_path.glob("*.pt"))
-
-
-def test_ranks_that_differ(tmp_path):
+def test_ranks_that_differ(ranks, tmp_path):
     """A node's own copy of the data is older: no rank waits for the others."""
-    data = "Images(images[:4096], classes[:4096])"
-    less = "Images(images[rank:4096], classes[rank:4096])"
-    for rank in start(changed(tmp_path, data, less, WHOLE), tmp_path, tmp_path):
-        assert rank.exit_code == 1, rank
-        assert re.search("^main.py: error: ranks differ in .*4095", rank.output, re.M)
+    change = '{"images": len(images)}', '{"images": os.environ["RANK"]}'
+    ended = ranks(write(tmp_path, WHOLE.read_text(), change), ranks=2)
+    assert [rank.exit_code for rank in ended] == [1, 1], ended
+    error = "^main.py: error: not every node has the same data and settings"
+    assert ended[0].find(error), ended
+
+
+def test_other_arguments(ranks, tmp_path):
+    """A start that would go on with another training ends with a line."""
+    folder = write(tmp_path, WHOLE.read_text())
+    (ended,) = ranks(folder, "--epochs=2", STOP_AT="3")
+    assert ended.exit_code == 75, ended
+    (ended,) = ranks(folder, "--epochs=2", "--batch-size=32")
+    assert ended.exit_code == 1 and ended.find("batch_size 64, not 32"), ended
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_whole(jobs, several, tmp_path):
+def test_whole(jobs, ranks, several, tmp_path):
     """With all that a real script has, it is warned by TERM, and goes on as if not.
 
     Every sample is validated once, and the epoch's last step has fewer batches.
@@ -464,10 +463,8 @@ def test_whole(jobs, several, tmp_path):
     long = tmp_path / ("a site's own folder " * 5)
     long.mkdir()
     # A worker's socket would have too long a path in TMPDIR. The training would wait.
-    arguments = [*arguments, "--batch-size=64"]
-    undisturbed, _ = start(
-        WHOLE, tmp_path, tmp_path, arguments=arguments, TMPDIR=str(long)
-    )
+    alone = write(tmp_path / "alone", WHOLE.read_text())
+    undisturbed, _ = ranks(alone, *arguments, ranks=2, TMPDIR=str(long))
     result = jobs.wait(job)
     assert (result.state, result.restarts) == ("COMPLETED", 1), result
     assert not result.find("DataLoader worker"), result
@@ -475,28 +472,35 @@ def test_whole(jobs, several, tmp_path):
     found = result.find(line)
     assert found == undisturbed.find(line) and len(found) == 4, undisturbed
     assert float(found[-1][2]) > 95
-    assert (folder / "runs" / job / "best.pt").exists()
+    for name in ("best.pt", "model.pt"):
+        saved = [torch.load(path / name) for path in (folder / "runs" / job, alone)]
+        assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[0])
+    lines = (folder / "runs" / job / "metrics.jsonl").read_text()
+    assert lines == (alone / "metrics.jsonl").read_text()
+    epochs = [json.loads(line)["epoch"] for line in lines.splitlines()]
+    assert epochs == [0, 1, 2, 3]
 
 
-def test_unused_weights(tmp_path):
+def test_unused_weights(ranks, tmp_path):
     """DDP says so in the words of the page, whose two ways out help."""
-    script = changed(tmp_path, "16384, 2", "256, 2", SCRIPTS / "main.py")
     wrap = "model = nn.parallel.DistributedDataParallel(model"
     unused = f"model.unused = nn.Parameter(torch.zeros(1))\n{wrap}"
-    script = changed(tmp_path, wrap, unused, script)
     assert PAGE.count("Expected to have finished reduction in the prior iteration") == 1
-    (failed,) = start(script, tmp_path)
-    assert failed.exit_code == 1, failed
-    assert "Expected to have finished reduction in the prior iter" in failed.output
     (flag,) = re.findall(r"DistributedDataParallel\(model(, find_.*?)\)", PAGE)
     loss = "F.cross_entropy(model(inputs), targets)"
-    for old, new in (
-        (wrap, wrap + flag),
-        (loss, f"{loss} + 0 * model.module.unused.sum()"),
+    for help_line, status in (
+        (("epochs = 5", "epochs = 2"), 1),
+        ((f"{wrap})", f"{wrap}{flag})"), 0),
+        ((loss, f"{loss} + 0 * model.module.unused.sum()"), 0),
     ):
-        (folder := tmp_path / "helped").mkdir(exist_ok=True)
-        (ended,) = start(changed(folder, old, new, script), folder)
-        assert ended.exit_code == 0, ended
+        text = SEVERAL.read_text().replace("16384, 2", "256, 2")
+        folder = write(tmp_path / "own", text, help_line)
+        text = (folder / "main.py").read_text()
+        write(folder, text, (wrap, unused))
+        (ended,) = ranks(folder)
+        assert ended.exit_code == status, ended
+        said = "Expected to have finished reduction in the prior iter" in ended.output
+        assert said == (status == 1), ended
 
 
 def test_what_the_rate_does():

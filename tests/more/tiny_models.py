@@ -6,15 +6,13 @@ arguments, a folder, and the variables of each rank, whose output goes to rank-N
 """
 
 import json
-import os
-import runpy
 import sys
-import traceback
 from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint
+from fork_ranks import serve
 from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -103,43 +101,6 @@ def train(folder: str, trained: str, size: str, epochs: str, rate: str) -> None:
     with safe_open(f"{trained}/model-00001-of-00001.safetensors", "pt") as file:
         (dtype,) = {str(file.get_tensor(name).dtype) for name in file.keys()}
     print(json.dumps([far, dtype, other.generation_config.temperature, text]))
-
-
-def serve() -> None:
-    for line in sys.stdin:
-        script, arguments, folder, variables = json.loads(line)
-        children = []
-        for rank, env in enumerate(variables):
-            children.append(os.fork())
-            if children[-1] == 0:
-                become(rank, script, arguments, folder, env)
-        print(json.dumps(children), flush=True)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(n, 0)[1]) for n in children]
-        print(json.dumps(codes), flush=True)
-
-
-def become(rank: int, script: str, arguments: list, folder: str, env: dict) -> None:
-    """Run a script in this process, to its end."""
-    os.chdir(folder)
-    log = os.open(f"rank-{rank}.log", os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ |= env
-    sys.argv = [script, *arguments]
-    code = 1
-    try:
-        runpy.run_path(script, run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 import glob
 import os
 import shutil
-import signal
 import time
 
+import resume
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from torch import nn
@@ -15,9 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 os.environ["RANK"] = os.environ["SLURM_PROCID"]
 os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
 os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-warned = []  # by Slurm: USR1 before the time limit, TERM before a preemption
-for name in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(name, lambda number, frame: warned.append(number))
 # Its order of the samples follows from the seed and the epoch.
 loading = DataLoaderConfiguration(use_seedable_sampler=True)
 cpu = not torch.cuda.is_available()  # without it, ranks on CPUs would train alone
@@ -50,7 +47,7 @@ def save(epoch, samples):
 
 
 def any_warned():
-    return accelerator.reduce(torch.tensor(len(warned), device=accelerator.device)) > 0
+    return resume.reduce([len(resume.warned)])[0] > 0
 
 
 found = max(glob.glob(f"{run_dir}/checkpoint-*"), default=f"{run_dir}/-0-0")
@@ -68,7 +65,7 @@ for epoch in range(first, 5):
         if done // batch_size % 10 == 0:  # ten steps and a save: less than 180 s
             if any_warned():
                 save(epoch, done)
-                raise SystemExit(1)  # not finished: job.sh starts the job again
+                resume.leave(75)  # not finished: job.sh starts the job again
     done = 0
     model.eval()
     inputs, targets = (tensor.to(accelerator.device) for tensor in dataset.tensors)
@@ -79,5 +76,5 @@ for epoch in range(first, 5):
         print(f"Epoch {epoch}: loss {loss:.4f}", flush=True)
     save(epoch + 1, 0)
     if any_warned():  # an epoch may have fewer than ten steps
-        raise SystemExit(1)
+        resume.leave(75)
 time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet

@@ -1,10 +1,12 @@
 """Lightning: saves when Slurm warns, and goes on in the middle of the epoch."""
 
+import glob
 import os
 import signal
 import time
 
 import lightning as L
+import resume
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import nn
@@ -13,34 +15,41 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
 run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
-# Another number of ranks has another file: it starts from the beginning.
-checkpoint = f"{run_dir}/checkpoint.{world_size}-ranks.ckpt"
+# Another number of ranks has other files: it starts from the beginning. job.sh takes a
+# name that no earlier start had for progress.
+checkpoint = f"{run_dir}/{world_size}-ranks-step-%09d.ckpt"
 
 
 class SaveAndStop(L.Callback):
     def on_train_start(self, trainer, module):  # Lightning has set its own handlers
-        self.first_step, self.warned = trainer.global_step, []
+        self.first_step = trainer.global_step
         for name in (signal.SIGUSR1, signal.SIGTERM):  # time limit, preemption
-            signal.signal(name, lambda number, frame: self.warned.append(number))
+            signal.signal(name, lambda number, frame: resume.warned.append(number))
 
     def on_train_batch_start(self, trainer, module, batch, step):
         if step % 10 == 0:  # ten steps and a save must take less than 180 s
-            agree = trainer.strategy.reduce_boolean_decision
-            stop = agree(bool(self.warned), all=False)  # if one rank was warned
+            stop = resume.reduce([len(resume.warned)])[0]  # if one rank was warned
             # Also at the start of each later epoch.
             if stop or (step == 0 and trainer.global_step > self.first_step):
                 trainer.save_checkpoint(f"{run_dir}/partial")
                 if rank == 0:  # the old one stays until the new one is whole
-                    os.replace(f"{run_dir}/partial", checkpoint)
+                    new = checkpoint % trainer.global_step
+                    os.replace(f"{run_dir}/partial", new)
+                    for old in set(find_checkpoints()) - {new}:
+                        os.remove(old)
                 trainer.strategy.barrier()
             if stop:
-                raise SystemExit(1)  # not finished: job.sh starts the job again
+                resume.leave(75)  # not finished: job.sh starts the job again
             torch.manual_seed(hash((trainer.global_step, rank)))  # as after a resume
 
     def on_load_checkpoint(self, trainer, module, saved):
         progress = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
         sampler.done = saved["epoch"], loader.batch_size * progress["processed"]
         sampler.set_epoch(saved["epoch"])
+
+
+def find_checkpoints():
+    return sorted(glob.glob(f"{run_dir}/{world_size}-ranks-step-*.ckpt"))
 
 
 class Sampler(DistributedSampler):
@@ -85,6 +94,6 @@ trainer = L.Trainer(
     enable_progress_bar=False,
 )
 module = Module(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
-path = checkpoint if os.path.exists(checkpoint) else None
+path = [None, *find_checkpoints()][-1]
 trainer.fit(module, loader, DataLoader(dataset, 4096), ckpt_path=path)
 time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet

@@ -2,10 +2,10 @@
 
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 
+import resume
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,9 +18,6 @@ os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
 run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
 # Another number of ranks has another folder: it starts from the beginning.
 folder = Path(run_dir, f"{os.environ['WORLD_SIZE']}-ranks")
-warned = []  # by Slurm: USR1 before the time limit, TERM before a preemption
-for name in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(name, lambda number, frame: warned.append(number))
 
 
 class SaveAndStop(TrainerCallback):
@@ -28,7 +25,7 @@ class SaveAndStop(TrainerCallback):
         torch.manual_seed(hash((args.seed, int(state.epoch))))  # of group_by_length
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.stop = torch.zeros(1, device=args.device)
+        self.stop = 0
         if state.global_step % 10 == 0 and state.epoch % 1 > 0:  # no epoch's last step
             self.agree(control)
 
@@ -36,14 +33,13 @@ class SaveAndStop(TrainerCallback):
         self.agree(control)
 
     def agree(self, control):
-        self.stop += len(warned)
-        dist.all_reduce(self.stop)
-        control.should_save |= self.stop.item() > 0
+        self.stop += resume.reduce([len(resume.warned)])[0]  # of all ranks
+        control.should_save |= self.stop > 0
 
     def on_save(self, args, state, control, **kwargs):
         dist.barrier()  # until all have saved
         if self.stop > 0:
-            raise SystemExit(1)  # not finished: job.sh starts the job again
+            resume.leave(75)  # not finished: job.sh starts the job again
 
 
 class Model(nn.Sequential):
