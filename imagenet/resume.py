@@ -243,7 +243,9 @@ class Run:
         if isinstance(items, DataLoader):
             if replicas := getattr(items.sampler, "num_replicas", 0):
                 turns = level.done * len(self._own) // replicas
-                level.done = turns - turns % group
+                turns -= turns % group
+                self.step += turns - level.done
+                level.done = turns
             order = self._set_order(items)
             if items.batch_sampler and not isinstance(items.dataset, IterableDataset):
                 return load_rest(items, level.done, order)
