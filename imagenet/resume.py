@@ -247,7 +247,8 @@ class Run:
                 self.step += turns - level.done
                 level.done = turns
             order = self._set_order(items)
-            if items.batch_sampler and not isinstance(items.dataset, IterableDataset):
+            is_stream = isinstance(items.dataset, IterableDataset)
+            if not is_stream and items.batch_sampler is not None:
                 return load_rest(items, level.done, order)
         iterator, done = iter(items), level.done
         for number in range(done):

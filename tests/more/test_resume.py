@@ -1,0 +1,270 @@
+"""What imagenet/resume.py does for anyone's script: it ends as if it was never stopped.
+
+Each shape of a script runs undisturbed, and again, stopped after every five turns.
+"""
+
+import hashlib
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from test_checkpoint import refused, resume, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+pytestmark = pytest.mark.timeout(400)
+STOPPED = 75  # the status
+
+
+def build():
+    """Return a model that draws, and its optimizer."""
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)
+    model = DistributedDataParallel(nn.Sequential(*layers))
+    model.broadcast_buffers = False
+    return model, torch.optim.Adam(model.parameters(), 0.01)
+
+
+def take_step(model, optimizer, inputs) -> torch.Tensor:
+    loss = model(inputs).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+class Crops(Dataset):
+    """Samples that draw in all usual ways."""
+
+    def __init__(self, size: int = 128):
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert index in range(self.size)
+        return index / 99 + torch.randn(4) * random.random() + np.random.rand()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        buffer = [torch.randn(4)]
+        for _ in range(24):
+            buffer.append(torch.randn(4) * random.random())
+            yield buffer[torch.randint(len(buffer), ()).item()]
+
+
+def load(**options) -> DataLoader:
+    """Return a loader of eight batches for each of two ranks."""
+    data = Crops()
+    sampler = DistributedSampler(data)
+    return DataLoader(data, 8, sampler=sampler, drop_last=True, **options)
+
+
+# Shapes of scripts
+
+
+def workers():
+    """Signals that are for the rank reach its workers, too. They end none."""
+    model, optimizer = build()
+    loader = load(num_workers=2, persistent_workers=True)
+    run = resume.Run(model=model, optimizer=optimizer, best=0.0)
+    for epoch in run.loop(range(3)):
+        losses = run.sums(2)
+        for inputs in run.loop(loader):
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid, signal.SIGTERM)
+            losses += torch.stack((take_step(model, optimizer, inputs), torch.ones(())))
+        dist.all_reduce(losses)
+        assert losses[1] == 16, "a turn is lost, or counts twice"
+        for inputs in run.pausable(load()):
+            assert len(inputs) == 8
+        run.best = max(run.best, losses[0].item() + epoch)
+    return model, torch.tensor(run.best)
+
+
+def two_models_in_two_loops():
+    (one, optimizer), (other, other_optimizer) = build(), build()
+    run = resume.Run(one=one, optimizer=optimizer, other=other, another=other_optimizer)
+    loader = load()
+    for _ in run.loop(range(2)):
+        for inputs in run.loop(loader):
+            take_step(other, other_optimizer, inputs)
+        for inputs in run.loop(loader):
+            take_step(one, optimizer, inputs)
+    for _ in run.loop(range(3)):
+        take_step(one, optimizer, torch.randn(8, 4))
+    return one, other
+
+
+def hidden_state():
+    model, optimizer = build()
+    run = resume.Run(model=model, optimizer=optimizer, hidden=None, seen=[])
+    for _ in run.loop(range(3)):
+        run.hidden = torch.full((8, 4), float(dist.get_rank())), 0
+        for inputs in run.loop(load()):
+            state, turn = run.hidden
+            take_step(model, optimizer, inputs + state)
+            run.hidden = 0.5 * state + inputs, turn + 1
+            run.seen.append(turn)
+    assert run.seen == [*range(8)] * 3
+    return model, *run.hidden[:1]
+
+
+def accumulation_and_ema():
+    model, optimizer = build()
+    ema = torch.optim.swa_utils.AveragedModel(model.module)
+    run = resume.Run(model=model, optimizer=optimizer, ema=ema)
+    for _ in run.loop(range(3)):
+        for turn, inputs in enumerate(run.loop(load(), group=4)):
+            model(inputs).square().mean().backward()
+            if turn % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+                ema.update_parameters(model.module)
+    return model, ema
+
+
+def streams():
+    """A data set without a length, and a generator: what is done is read again."""
+    model, optimizer = build()
+    run = resume.Run(model=model, optimizer=optimizer)
+    for _ in run.loop(range(2)):
+        for inputs in run.loop(DataLoader(Stream(), 4)):
+            take_step(model, optimizer, inputs)
+        for inputs in run.loop(torch.randn(4, 4) for _ in range(5)):
+            take_step(model, optimizer, inputs + torch.randn(4, 4))
+    return (model,)
+
+
+def rollouts():
+    model, optimizer = build()
+    run = resume.Run(model=model, optimizer=optimizer, seen=torch.zeros(8, 4))
+    for turn in run.loop(itertools.count()):
+        for _ in run.loop(range(4)):
+            run.seen = run.seen * 0.9 + torch.randn(8, 4)
+        for inputs in run.loop(DataLoader(run.seen, 4, shuffle=True)):
+            take_step(model, optimizer, inputs)
+        if turn == 3:
+            break
+    return model, run.seen
+
+
+def steps_with_a_validation():
+    model, optimizer = build()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    run = resume.Run(model=model, optimizer=optimizer, scheduler=scheduler, best=9e9)
+    for step in run.loop(range(23)):
+        if step % 5 == 0:
+            scheduler.step()
+            batches = run.pausable(load())
+            run.best = min(run.best, sum(inputs.sum().item() for inputs in batches))
+            run.save()
+        take_step(model, optimizer, torch.randn(8, 4))
+    return model, torch.tensor(run.best)
+
+
+SHAPES = [
+    workers,
+    two_models_in_two_loops,
+    hidden_state,
+    accumulation_and_ema,
+    streams,
+    rollouts,
+    steps_with_a_validation,
+]
+
+
+def start(shape, folder, stop_at: int):
+    """Return a digest of what a script ends with, or its status."""
+    os.environ |= {"RUN_DIR": str(folder), "STOP_AT": str(stop_at)}
+    resume.warned.clear()
+    try:
+        results = shape()
+    except SystemExit as stopped:
+        return stopped.code
+    digest = hashlib.sha256()
+    for result in results:
+        tensors = [result]
+        if isinstance(result, nn.Module):
+            # The statistics of BatchNorm are each rank's own. Those of rank 0 count.
+            buffers = [] if dist.get_rank() else result.buffers()
+            tensors = [*result.parameters(), *buffers]
+        for tensor in tensors:
+            digest.update(tensor.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_stopped_and_resumed(shape, tmp_path):
+    right = run_ranks(2, start, shape, tmp_path / "right", 0)
+    starts = 0
+    while (found := run_ranks(2, start, shape, tmp_path / "stopped", 5)) == [
+        STOPPED
+    ] * 2:
+        starts += 1
+        assert starts < 20
+    assert found == right and starts >= 3
+
+
+# What a script cannot do
+
+
+def add_what_cannot_be_saved() -> str:
+    run = resume.Run(function=lambda: None)
+    return refused(lambda: [*run.loop(range(9))])
+
+
+def forget_a_name() -> str:
+    run = resume.Run()
+    with pytest.raises(AttributeError) as error:
+        run.best = 0.5
+    return str(error.value)
+
+
+def fail_in(folder, work) -> str:
+    os.environ |= {"RUN_DIR": str(folder), "STOP_AT": "0"}
+    return work()
+
+
+@pytest.mark.parametrize(
+    "work, said",
+    [
+        (add_what_cannot_be_saved, "run.function cannot be saved, take numbers, "),
+        (forget_a_name, "run.best is not saved: begin with run.add(best=…)"),
+    ],
+)
+def test_refused(work, said, tmp_path):
+    (line,) = run_ranks(1, fail_in, tmp_path, work)
+    assert line.startswith(said)
+
+
+def other_settings() -> str:
+    return refused(resume.Run, None, {"rate": 0.1})
+
+
+def other_loops() -> str:
+    (one, optimizer), (other, other_optimizer) = build(), build()
+    run = resume.Run(one=one, optimizer=optimizer, other=other, another=other_optimizer)
+    return refused(lambda: [*run.loop(range(9))])
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (other_settings, "is of another run, with rate None, not 0.1: go on as it"),
+        (other_loops, "the loops are not those of the checkpoint: choose another"),
+    ],
+)
+def test_another_script(change, said, tmp_path):
+    """It does not go on with what this one has saved."""
+    run_ranks(1, start, two_models_in_two_loops, tmp_path, 12)
+    (line,) = run_ranks(1, fail_in, tmp_path, change)
+    assert said in line
