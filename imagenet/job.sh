@@ -72,7 +72,7 @@ main() {
     # In /tmp, another user could put code into PyTorch's cache.
     export TMPDIR=$LOCAL_JOB_DIR TORCHINDUCTOR_CACHE_DIR=$LOCAL_JOB_DIR/compiled
     if [ -n "$GIT_COMMIT" ]; then use_commit; fi
-    type "${python[0]}" &> /dev/null || fail "no ${python[0]} on $SLURMD_NODENAME: uv sync --locked"
+    type "${python[0]}" > /dev/null || fail "$SLURMD_NODENAME has no ${python[0]}: uv sync --locked"
     if [ -n "$IMAGENET_DIR" ]; then
         # A wrong argument ends the job here, not when the data has been copied.
         "${python[@]}" main.py "${arguments[@]}" --only-check-arguments

@@ -192,10 +192,16 @@ def setup_distributed() -> torch.device:
     on_gpu = device.type == "cuda"
     backend = "nccl" if on_gpu else "gloo"
     try:
+        # Ten minutes for all to arrive. Later, watch.py ends a hang much earlier than in
+        # a week, and a job may be suspended for long.
+        arrivals = dist.rendezvous("env://", timeout=timedelta(minutes=10))
+        store, rank, world_size = next(arrivals)
         dist.init_process_group(
             backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
             device_id=device if on_gpu else None,
-            # watch.py ends a hang much earlier. A job may be suspended for long.
             timeout=timedelta(days=7),
         )
     except Exception as error:  # of several kinds
