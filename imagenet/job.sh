@@ -50,10 +50,6 @@ main() {
     # Some clusters have a $SCRATCH for each job, and remove it then.
     [[ ! /$disk/ =~ [^0-9]${SLURM_JOB_ID}[^0-9] ]] || disk=$PWD
     make_run_dir "$disk/checkpoints/$this_job"
-    # Each task of an array has a seed of its own, unless the arguments name one.
-    [[ -z ${SLURM_ARRAY_TASK_ID:-} || ${1:-} == @* ]] || set -- --seed="$SLURM_ARRAY_TASK_ID" "$@"
-    choose_arguments "$@"
-    case " ${arguments[*]}" in *" --synthetic"* | *" --data-dir"*) IMAGENET_DIR="" ;; esac
     # The data goes to a folder of this job's own on the node's disk, removed at the end. If Slurm
     # gives no time for that, this job's next start does it. mktemp draws a name that nobody else
     # can foresee.
@@ -72,7 +68,11 @@ main() {
     # In /tmp, another user could put code into PyTorch's cache.
     export TMPDIR=$LOCAL_JOB_DIR TORCHINDUCTOR_CACHE_DIR=$LOCAL_JOB_DIR/compiled
     if [ -n "$GIT_COMMIT" ]; then use_commit; fi
-    type "${python[0]}" > /dev/null || fail "$SLURMD_NODENAME has no ${python[0]}: uv sync --locked"
+    type "${python[0]}" &>/dev/null || fail "$SLURMD_NODENAME has no ${python[0]}: uv sync --locked"
+    # Each task of an array has a seed of its own, unless the arguments name one.
+    [[ -z ${SLURM_ARRAY_TASK_ID:-} || ${1:-} == @* ]] || set -- --seed="$SLURM_ARRAY_TASK_ID" "$@"
+    choose_arguments "$@"
+    case " ${arguments[*]}" in *" --synthetic"* | *" --data-dir"*) IMAGENET_DIR="" ;; esac
     if [ -n "$IMAGENET_DIR" ]; then
         # A wrong argument ends the job here, not when the data has been copied.
         "${python[@]}" main.py "${arguments[@]}" --only-check-arguments

@@ -67,7 +67,7 @@ check_job() {
     [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     [ -e main.py ] || fail "no main.py in $PWD"
     ((SLURM_JOB_NUM_NODES == 1)) || fail "use multi_node"
-    type "${python[0]}" > /dev/null || fail "$SLURMD_NODENAME has no ${python[0]}: uv sync --locked"
+    type "${python[0]}" &>/dev/null || fail "$SLURMD_NODENAME has no ${python[0]}: uv sync --locked"
     # In a container, this prints the version, or Apptainer says why not.
     [[ ${python[1]:-} != @(exec|run) ]] || "${python[@]}" -V || fail "fails: ${python[*]}"
 }

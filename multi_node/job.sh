@@ -77,7 +77,7 @@ check_job() {
     # Where the job's folder is missing, Slurm starts in /tmp, whose files may be anybody's.
     [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     [ -e main.py ] || fail "no main.py in $PWD"
-    type "${python[0]}" > /dev/null || fail "$SLURMD_NODENAME has no ${python[0]}: uv sync --locked"
+    type "${python[0]}" &>/dev/null || fail "$SLURMD_NODENAME has no ${python[0]}: uv sync --locked"
     # In a container, this prints the version, or Apptainer says why not.
     [[ ${python[1]:-} != @(exec|run) ]] || "${python[@]}" -V || fail "fails: ${python[*]}"
 }

@@ -373,7 +373,8 @@ def test_arrays(repository):
         (task,) = tasks(result.output)
         assert (result.state, task["GIT_COMMIT"]) == ("COMPLETED", commit), result
         assert task["arguments"] == [*shlex.split(line), *sweep[2:]], result
-    assert errors(torn) == [] and "unexpected EOF while looking for" in torn.output
+    assert errors(torn) == ["sweep.txt, line 3: put quotes around & ; ( ) < > |"]
+    assert "unexpected EOF while looking for" in torn.output
     assert tasks(windows.output)[0]["arguments"][0] == "--name=windows", windows
     for result, line in ((none, 5), (zero, 0)):
         assert errors(result) == [f"sweep.txt: line {line} is empty or missing"]

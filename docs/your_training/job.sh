@@ -45,7 +45,7 @@ main() {
         "requeued $SLURM_RESTART_COUNT times"
     # Ignore ~/.local, which a Python without an environment would use first.
     export PYTHONNOUSERSITE=1
-    type "${python[0]}" > /dev/null || fail "$SLURMD_NODENAME has no ${python[0]}: uv sync --locked"
+    type "${python[0]}" &>/dev/null || fail "$SLURMD_NODENAME has no ${python[0]}: uv sync --locked"
     make_run_dir "runs/$this_job"
     choose_arguments "$@"
     # The data goes to a folder of this job's own on the node's disk, removed at the end. If Slurm
