@@ -117,10 +117,8 @@ def test_too_many_tasks(jobs, folder, flags, message):
 
 
 def test_not_what_job_sh_is_for(jobs):
-    """A heterogeneous job, sbatch in another folder, and a job.sh within srun."""
+    """sbatch in another folder, and a job.sh within srun."""
     part = ["--nodes=1", "--ntasks-per-node=1", *SMALL]
-    result = sbatch(jobs, "multi_node", *part, ":", *part, "job.sh", *SYNTHETIC)
-    assert_failed(result, "^job.sh: error: heterogeneous job$", times=1)
     result = sbatch(jobs, "", *part, "single_gpu/job.sh", *SYNTHETIC)
     error = f"no main.py in {re.escape(str(jobs.clone))}"
     assert_failed(result, f"^job.sh: error: {error}$", times=1)
