@@ -6,10 +6,10 @@ model on one batch in memory. `taskset --cpu-list 0-3` before it tells how far f
 cores reach.
 """
 
+import functools
+import itertools
 import tempfile
-import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -45,14 +45,11 @@ def main() -> None:
             example,
             f"--model={args.model}",
             f"--batch-size={args.batch_size}",
-            "--timeout=86400",  # nothing is saved, and nothing is called a hang
-            "--save-minutes=86400",
+            "--timeout=86400",  # nothing is called a hang
         )
         example.set_ranks()
         device = example.setup_distributed()
-        of_no_run = Mock(scheduler=Mock(last_epoch=0))
         watch = example.Watch(settings)
-        watch.begin(scratch, device, of_no_run)
         classes, steps = len(staged.images.classes), len(staged) // args.batch_size
 
         def make_model():
@@ -64,20 +61,20 @@ def main() -> None:
             model, optimizer, scheduler = make_model()
             half = example.find_dtype(device) == torch.float16
             scaler = torch.amp.GradScaler(enabled=half)
-            parts = (model, optimizer, scheduler, scaler)
-            recipe = {"samples": len(staged), "batch_size": args.batch_size}
-            run = example.Run(*parts, recipe, args.batch_size, [])
             ddp_model = distribute(model)
-            # An epoch ends with a checkpoint, which this leaves out.
-            no_checkpoints = Mock(saved_at=time.monotonic())
-            coordinator = example.Coordinator(run, no_checkpoints, watch, settings)
+            recipe = {"batch_size": args.batch_size}
+            run = example.resume.Run(scratch / "run", recipe, save_minutes=86400)
+            run.add(global_batch_size=args.batch_size, scheduler=scheduler, id="")
+            watch.begin(run, steps, device)
+            epochs = run.loop(itertools.count(1))
 
             def turn() -> None:
-                batches = example.training_batches(loader, run, device)
-                example.train(ddp_model, run, coordinator, watch.batches(batches))
-                run.epoch += 1
-                run.step = 0
-                run.metrics.zero_()
+                begin_at = functools.partial(
+                    example.training_batches, loader, run, next(epochs), device
+                )
+                # An epoch ends with a checkpoint, which this leaves out.
+                batches = run.loop(watch.training(begin_at))
+                example.train(ddp_model, optimizer, scheduler, scaler, run, batches)
 
             return turn
 
