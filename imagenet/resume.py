@@ -64,8 +64,6 @@ SHARED = (
     torch.optim.lr_scheduler.LRScheduler,
     torch.amp.GradScaler,
 )
-
-
 # What else of a run is in its checkpoint.
 KEPT = ("epoch", "step", "settings", "_seed", "_totals", "_place", "_own")
 
@@ -101,10 +99,8 @@ class Run:
         self.folder = Path(folder or os.environ.get("RUN_DIR", ".")).absolute()
         self.settings = json.loads(json.dumps(settings or {}, default=str))
         self._keep, self._save_seconds = keep, 60 * save_minutes
-        self._save_steps, self._stop_at = (
-            save_steps,
-            int(os.environ.get("STOP_AT") or 0),
-        )
+        self._save_steps = save_steps
+        self._stop_at = int(os.environ.get("STOP_AT") or 0)
         self._names, self._levels = [], [Level()]  # the first is around all loops
         self._sums, self._sums_at_end, self._totals = [], [], []
         self._seed, self._place, self._own = None, [], []
@@ -329,23 +325,29 @@ class Run:
                 )
         return packed
 
-    def _save(self, at_point: bool) -> None:
-        """Let rank 0 write a checkpoint, while the others wait."""
-        path = self.folder / f"epoch-{self.epoch:03}-step-{self.step:06}.pt"
-        parts = {name: unwrap(getattr(self, name)) for name in self._names}
-        for name, part in parts.items():
-            if isinstance(part, nn.Module):
-                check_weights(part, f"cannot write {path}: the weights of {name}")
+    def _collect(self, at_point: bool) -> dict:
+        """Return what rank 0 is to save."""
         place = [[level.number, level.done] for level in self._levels[1:]]
         if at_point:
             place.append([self._levels[-1].places - 1, 0])
         own = self._pack_own()
-        state = {name: p.state_dict() for name, p in parts.items() if name not in own}
         about = {name: getattr(self, name) for name in KEPT} | {"_place": place}
         about["_own"] = [tell_all(own, other) for other in range(world_size())]
+        parts = {name: unwrap(getattr(self, name)) for name in self._names}
+        state = {name: p.state_dict() for name, p in parts.items() if name not in own}
+        return state | {"resume": about}
+
+    def _save(self, at_point: bool) -> None:
+        """Let rank 0 write a checkpoint, while the others wait."""
+        path = self.folder / f"epoch-{self.epoch:03}-step-{self.step:06}.pt"
+        for name in self._names:
+            part = unwrap(getattr(self, name))
+            if isinstance(part, nn.Module):
+                check_weights(part, f"cannot write {path}: the weights of {name}")
+        content = self._collect(at_point)
 
         def write_and_tidy() -> None:
-            write(path, state | {"resume": about})
+            write(path, content)
             with contextlib.suppress(OSError):  # the checkpoint is whole
                 for old in self._paths()[self._keep :]:
                     old.unlink()
@@ -371,7 +373,9 @@ class Run:
         if reduce([not os.path.exists(path)])[0]:
             fail(f"not every node has {path}: move it to a shared disk")
         self._saved = read(path)
-        about = self._saved.get("resume", {"settings": {"resume.py": None}})
+        if "resume" not in self._saved:
+            fail(f"{path} is not of this resume.py: choose another folder")
+        about = self._saved["resume"]
         saved, mine = about["settings"], self.settings
         changed = [
             f"{name} {saved.get(name)}, not {mine.get(name)}"

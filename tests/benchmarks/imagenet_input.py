@@ -11,6 +11,7 @@ import argparse
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -56,13 +57,14 @@ def main() -> None:
         loader = usual_loader(tree, args)
         example.set_ranks()
         device = example.setup_distributed()
-        run = example.Run(*4 * [None], {"samples": len(copied)}, args.batch_size, [])
+        run = SimpleNamespace(global_batch_size=args.batch_size)
 
         def one_by_one():
             return (copied[1, i] for i in range(len(copied)))
 
         def shipped(dataset, then=None) -> None:
-            go_through(example.training_batches(loaders[dataset], run, device), then)
+            batches = example.training_batches(loaders[dataset], run, 1, device, 0)
+            go_through(batches, then)
 
         one = {
             "ImageFolder, v2 on PIL, float32": lambda: go_through(tree),
