@@ -20,13 +20,13 @@ copy_code() {
     # has as export-ignore.
     GIT_INDEX_FILE=$code/.index git -C "$repository" --work-tree="$code" \
         read-tree -u --reset --no-sparse-checkout "$GIT_COMMIT" ||
-        fail "cannot copy commit $GIT_COMMIT from $repository to $code on $(hostname)"
+        fail "cannot copy commit $GIT_COMMIT from $repository to $code on $SLURMD_NODENAME"
     # The environment that safe_sbatch has made stays on the shared disk.
     if lock=$(git rev-parse --quiet --verify "$GIT_COMMIT:../uv.lock" 2> /dev/null); then
         ln -sfn "$JOB_WORK_DIR/../.venvs/$lock" "$code_folder/../.venv"
     fi
-    echo "Commit $GIT_COMMIT is on the disk of $(hostname), after $SECONDS s"
+    echo "Commit $GIT_COMMIT is on the disk of $SLURMD_NODENAME, after $SECONDS s"
 }
-export -f copy_code
-on_each_node bash -euo pipefail -c copy_code
+# shellcheck disable=SC2154 # job.sh has it
+"${on_each_node[@]}" bash -euo pipefail -c "$(declare -f copy_code fail); copy_code"
 cd "$code_folder"

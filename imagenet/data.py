@@ -22,7 +22,7 @@ import resume
 import torch
 import torch.distributed as dist
 from archives import HOST, Member, StagingError
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.io import decode_image, encode_jpeg
@@ -46,8 +46,9 @@ class Images:
     position in the file would be that of all workers.
     """
 
-    def __init__(self, data_dir: Path, split: str):
+    def __init__(self, data_dir: Path, split: str, max_megapixels: int = 200):
         data_dir, self.split = Path(data_dir), split
+        self.max_megapixels = max_megapixels
         self.folder = data_dir / split
         self.archive = None  # an open file, unless each image is a file
         index = data_dir / f"{split}.npy"
@@ -56,8 +57,7 @@ class Images:
             found = json.loads(staged.read_text())
             self.classes = found["classes"]
             self.index = np.load(index, mmap_mode="r")
-            if not found["extract"]:
-                self.archive = open(data_dir / found["archives"][split], "rb")
+            self.archive = open(data_dir / found["archives"][split], "rb")
         else:
             self.classes, indices = list_tree(data_dir)
             self.index = indices[split]
@@ -87,7 +87,7 @@ class Images:
         Raises StagingError, which names it.
         """
         try:
-            return decode(self.read_bytes(i))
+            return decode(self.read_bytes(i), self.max_megapixels)
         except Exception as error:  # of several libraries
             raise StagingError(
                 f"cannot decode image {self.name(i)} on {HOST}: {error}"
@@ -97,8 +97,8 @@ class Images:
         """Return an image as it is in its file, or was before a zip deflated it."""
         if not self.archive:
             return torch.from_numpy(np.fromfile(self.name(i), np.uint8))
-        _, name, *place = self.index[i].tolist()
-        return as_tensor(archives.read_member(self.archive, Member(name, *place)))
+        row = self.index[i].tolist()  # label, name, offset and so on
+        return as_tensor(archives.read_member(self.archive, Member(*row[1:])))
 
 
 @functools.cache  # for both splits
@@ -118,30 +118,42 @@ def as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def decode(data: Tensor) -> Tensor:
+def decode(data: Tensor, max_megapixels: int = 200) -> Tensor:
     """Return an image's pixels: RGB, uint8, of shape (3, height, width)."""
-    start = data[:3].numpy().tobytes()
-    if start not in (b"\xff\xd8\xff", b"\x89PN", b"RIF"):
-        raise ValueError("it is no JPEG, PNG or WebP")
-    if start == b"\xff\xd8\xff":
+    file = io.BytesIO(data.numpy())
+    try:
+        image = Image.open(file, formats=("JPEG", "PNG", "WEBP"))  # reads its header
+    except UnidentifiedImageError:
+        raise ValueError("it is no JPEG, PNG or WebP") from None
+    width, height = image.size
+    if width * height > max_megapixels * 10**6:
+        # A few bytes may ask for gigabytes of pixels, and the worker would be killed.
+        raise ValueError(
+            f"{width} x {height} pixels are more than --max-megapixels {max_megapixels}"
+        )
+    if image.format in ("JPEG", "MPO"):  # MPO: a JPEG with more of them behind it
         return decode_image(data, "RGB", apply_exif_orientation=True)
     # torchvision does not turn a WebP, and a damaged PNG may crash it, and with it this
     # process. Pillow raises, and verify() looks at the checksums of a PNG. Of an
     # animation, this is the first image.
-    file = io.BytesIO(data.numpy())
-    Image.open(file).verify()
+    image.verify()
     image = Image.open(file)
     if image.mode == "I;16":  # of these 16 bits, convert() would take the lower ones
         image = image.point(lambda value: value / 256)
     image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        # Or what is transparent would mostly be black, as is what is drawn on it.
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
     return v2.functional.pil_to_tensor(image.convert("RGB"))
 
 
-def shrink(data: bytes, side: int) -> bytes:
+def shrink(images: Images, i: int, side: int) -> bytes:
     """Return a JPEG whose shorter side is `side`, or the image if it is no larger."""
-    pixels = decode(as_tensor(data))
+    pixels = images.read(i)
     if min(pixels.shape[1:]) <= side:
-        return data
+        return images.read_bytes(i).numpy().tobytes()
     pixels = v2.functional.resize(pixels, [side])
     return encode_jpeg(pixels, quality=90).numpy().tobytes()
 
@@ -248,8 +260,8 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
             train = Synthetic(args.limit_train_samples or 2304, 0, size)
             valid = Synthetic(args.limit_valid_samples or 256, 1, size)
         else:
-            train = Images(args.data_dir, "train")
-            valid = Images(args.data_dir, "val")
+            train = Images(args.data_dir, "train", args.max_megapixels)
+            valid = Images(args.data_dir, "val", args.max_megapixels)
     except (OSError, ValueError, StagingError) as error:
         sys.exit(f"main.py: error: on {HOST}: {error}")
     return (

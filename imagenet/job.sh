@@ -6,7 +6,7 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --mem=64G            # per node
 #SBATCH --time=03:00:00      # Slurm ends the job then
-#SBATCH --signal=USR1@180    # and warns main.py 180 s before
+#SBATCH --signal=B:USR1@180  # and warns this script 180 s before, which warns main.py
 #SBATCH --requeue            # Slurm may start the job again, to resume
 #SBATCH --open-mode=append   # in the same log
 #SBATCH --propagate=CORE     # of the login shell's limits (ulimit), only that on core files
@@ -32,43 +32,59 @@ master_suffix=
 prepare=()
 
 main() {
-    # With safe_sbatch, a job runs a commit. Relative checkpoint paths start in JOB_WORK_DIR.
+    # With safe_sbatch, a job runs a commit. Relative paths of checkpoints start in JOB_WORK_DIR.
     export GIT_COMMIT=${SLURM_GIT_COMMIT:-} JOB_WORK_DIR=$PWD
     check_job
     forget_other_jobs
     ask_slurm
+    restarts=${job#* Restarts=}
+    export SLURM_RESTART_COUNT=${restarts%% *}
+    # If an array's task has submitted this job, its variables are here, too.
+    [[ $job == *ArrayJobId=* ]] || unset "${!SLURM_ARRAY_@}"
+    this_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
     echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)," \
         "requeued $SLURM_RESTART_COUNT times"
     # Ignore ~/.local, which a Python without an environment would use first.
     export PYTHONNOUSERSITE=1
-    # The data goes to a folder of this job's own on the node's disk, removed at the end. After
-    # scancel or the time limit, it may stay. A requeued job finds it again by this name.
-    export LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME
-    # main.py makes this file when it saves a checkpoint of a later step than it started from.
-    # It is on the shared disk: a site may empty the node's, and a $SCRATCH of this job's own.
     disk=${SCRATCH:-$PWD}
+    # Some clusters have a $SCRATCH for each job, and remove it then.
     [[ ! /$disk/ =~ [^0-9]${SLURM_JOB_ID}[^0-9] ]] || disk=$PWD
-    export GOT_FURTHER=$disk/checkpoints/got_further-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME
-    rm -f "$GOT_FURTHER"
-    trap 'ended_by_slurm=yes' TERM
-    # Without this, Slurm's warning could end this shell. It is for main.py, which then saves.
-    trap : USR1
-    trap finish EXIT
-    export -f on_each_node make_folder remove_folder name_rank_0 fail
-    on_each_node bash -euc make_folder
-    if [ -n "$GIT_COMMIT" ]; then use_commit; fi
-    type "${python[0]}" &> /dev/null || fail "$(hostname) has no ${python[0]}: uv sync --locked"
+    make_run_dir "$disk/checkpoints/$this_job"
+    # Each task of an array has a seed of its own, unless the arguments name one.
+    [[ -z ${SLURM_ARRAY_TASK_ID:-} || ${1:-} == @* ]] || set -- --seed="$SLURM_ARRAY_TASK_ID" "$@"
     choose_arguments "$@"
+    case " ${arguments[*]}" in *" --synthetic"* | *" --data-dir"*) IMAGENET_DIR="" ;; esac
+    # The data goes to a folder of this job's own on the node's disk, removed at the end. If Slurm
+    # gives no time for that, this job's next start does it. mktemp draws a name that nobody else
+    # can foresee.
+    LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.$(mktemp -u XXXXXXXX)
+    export LOCAL_JOB_DIR
+    # Slurm ends this job itself: scancel, the time limit, scontrol requeue.
+    trap 'ended_by_slurm=yes' TERM
+    # Slurm warns only this script. If it warned the whole job, some clusters would end the step
+    # that holds the job's own /tmp.
+    trap 'warned=yes; kill -USR1 "${training:-}" 2> /dev/null || :' USR1
+    trap finish EXIT
+    # Once on each node, with all the CPUs that the job has there, not one task's.
+    on_each_node=(env -u SLURM_CPUS_PER_TASK srun --ntasks="$SLURM_JOB_NUM_NODES"
+        --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1)
+    "${on_each_node[@]}" bash -euc "$(declare -f stage fail); stage"
+    # In /tmp, another user could put code into PyTorch's cache.
+    export TMPDIR=$LOCAL_JOB_DIR TORCHINDUCTOR_CACHE_DIR=$LOCAL_JOB_DIR/compiled
+    if [ -n "$GIT_COMMIT" ]; then use_commit; fi
+    type "${python[0]}" &> /dev/null || fail "no ${python[0]} on $SLURMD_NODENAME: uv sync --locked"
     if [ -n "$IMAGENET_DIR" ]; then
         # A wrong argument ends the job here, not when the data has been copied.
         "${python[@]}" main.py "${arguments[@]}" --only-check-arguments
-        on_each_node "${python[@]}" prepare_data.py "${prepare[@]}"
+        "${on_each_node[@]}" "${python[@]}" prepare_data.py "${prepare[@]}"
     fi
 
     # Rank 0 listens on its node, on a port of the job's own. From Slurm 26.05 on, that may be
     # another node than this script's.
-    MASTER_ADDR=$(srun bash -c name_rank_0 | sed -n 's/^rank 0 is on //p')$master_suffix
-    export MASTER_ADDR
+    # shellcheck disable=SC2016 # each task's shell expands this
+    MASTER_ADDR=$(srun bash -c '((SLURM_PROCID)) || echo "rank 0 is on $SLURMD_NODENAME"' |
+        sed -n 's/.*rank 0 is on //p')
+    export MASTER_ADDR=${MASTER_ADDR:?srun does not answer}$master_suffix
     # Another one after each requeue, because the last one may still be taken.
     port=$((10000 + (SLURM_JOB_ID + 97 * SLURM_RESTART_COUNT) % 20000))
     export MASTER_PORT=${MASTER_PORT:-$port}
@@ -79,107 +95,124 @@ main() {
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
     # A rank's other CPUs are for its workers, which decode the images.
     export OMP_NUM_THREADS=1
+    train "${python[@]}" main.py "${arguments[@]}"
+}
+
+# Start the tasks, and pass Slurm's warning on to them.
+train() {
+    [ -z "${warned:-}" ] || fail "Slurm's warning came before the training"
     # When a rank has ended, the others have a minute (--wait).
-    srun --kill-on-bad-exit=1 --wait=60 "${python[@]}" main.py "${arguments[@]}"
+    srun --kill-on-bad-exit=1 --wait=60 "$@" &
+    training=$!
+    wait_for_srun
+    wait "$training"
 }
+# A signal ends wait, but not srun.
+wait_for_srun() { while kill -0 "${training:-}" 2> /dev/null; do wait "$training"; done || :; }
 
-# Run a command once on each node, with all the CPUs that the job has there, not one task's.
-on_each_node() {
-    env -u SLURM_CPUS_PER_TASK srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-        --cpu-bind=none --kill-on-bad-exit=1 "$@"
+stage() {
+    [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
+    # What Slurm gave an earlier start of this job no time to remove. A link, or what is another
+    # user's, is left alone.
+    find "${LOCAL_JOB_DIR%/*}" -maxdepth 1 -type d -user "$UID" -perm 700 \
+        -name "slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.*" ! -name "${LOCAL_JOB_DIR##*/}" \
+        -exec rm -rf {} +
+    # mkdir fails where local_disk is missing, or where the nodes share it.
+    mkdir -m 700 "$LOCAL_JOB_DIR" || fail "$SLURMD_NODENAME needs its own local_disk"
 }
-
-make_folder() {
-    # After a requeue, the folder may be there: this node's mark says that it is this job's.
-    mark=$LOCAL_JOB_DIR/.made-on-$SLURMD_NODENAME
-    [ -O "$mark" ] || mkdir "$LOCAL_JOB_DIR" || fail "$(hostname) needs its own local_disk"
-    touch "$mark"
-    # What a killed prepare_data.py has left.
-    rm -rf "$LOCAL_JOB_DIR"/data.unfinished-*
-}
-
-remove_folder() {
-    [ -O "$LOCAL_JOB_DIR/.made-on-$SLURMD_NODENAME" ] || return 0
-    # The index goes first, so that no later start mistakes what is left for the whole data.
-    # The mark, which * leaves out, goes only if all else has gone.
-    rm -rf "$LOCAL_JOB_DIR/data/index.json" "${LOCAL_JOB_DIR:?}"/* && rm -rf "$LOCAL_JOB_DIR"
-}
-
-name_rank_0() { ((SLURM_PROCID)) || echo "rank 0 is on $SLURMD_NODENAME"; }
-
 # Every node takes the commit to its own disk, and the job runs there.
 use_commit() {
-    git show "$GIT_COMMIT:./code_checkpointing.sh" > "$LOCAL_JOB_DIR/code_checkpointing.sh" ||
-        fail "no commit $GIT_COMMIT in $PWD"
-    # shellcheck source=imagenet/code_checkpointing.sh
-    source "$LOCAL_JOB_DIR/code_checkpointing.sh"
+    script=$(git show "$GIT_COMMIT:./code_checkpointing.sh") || fail "no commit $GIT_COMMIT in $PWD"
+    eval "$script"
+}
+# The time limit may be near. Where a node is missing, this one removes its own.
+remove_data() {
+    timeout 30 "${on_each_node[@]}" --overlap --immediate=10 rm -rf "$LOCAL_JOB_DIR" ||
+        timeout 30 rm -rf "$LOCAL_JOB_DIR"
 }
 
+# What main.py saves goes to RUN_DIR. A job has the same one when it starts again. To go on with
+# another job's, export RUN_DIR before sbatch.
+make_run_dir() {
+    # If another job has submitted this one, RUN_DIR may be that job's.
+    [ -z "${LOCAL_JOB_DIR:-}" ] || unset RUN_DIR
+    go_on=${RUN_DIR:-}
+    export RUN_DIR=${RUN_DIR:-$1}
+    mkdir -p "$RUN_DIR" || fail "cannot make RUN_DIR"
+    list_checkpoints >> "$RUN_DIR/seen"
+    # Slurm's job numbers come again, as with a new controller.
+    [[ $go_on || ! -s $RUN_DIR/seen ]] || ((SLURM_RESTART_COUNT)) ||
+        fail "$RUN_DIR is an earlier job's: move it away, or export RUN_DIR=$RUN_DIR"
+}
+# A checkpoint has that in its name, or ends as people's do. What ends in tmp, part or partial is
+# not whole: the disk may be full.
+list_checkpoints() {
+    find "$RUN_DIR" -mindepth 1 -printf '/%P\n' |
+        grep -Ei '/[^/]*(checkpoint|ckpt)[^/]*$|\.(pt|pth|pth\.tar|safetensors)$|/done$' |
+        grep -Eiv '[/._-](tmp|part|partial|damaged)([/.-]|$)' || :
+}
 # With `--array=1-8 job.sh @sweep.txt`, each task of the array takes its own line of sweep.txt.
 # Arguments after @sweep.txt are for all tasks.
 choose_arguments() {
-    arguments=("$@")
-    if [[ ${1:-} == @* ]]; then
-        # Windows ends lines with \r, too.
-        line=$(tr -d '\r' < "${1#@}" | awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}")
-        # Read as a shell does it: quotes, ~ and $SCRATCH work there.
-        eval "arguments=($line
-        )"
-        ((${#arguments[@]})) || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is empty or missing"
-        arguments+=("${@:2}")
-    elif [ "${SLURM_ARRAY_TASK_ID:-}" ]; then
-        # Each task has a seed of its own, unless the arguments name one.
-        arguments=(--seed="$SLURM_ARRAY_TASK_ID" "$@")
-    fi
-    case " ${arguments[*]}" in *" --synthetic"* | *" --data-dir"*) IMAGENET_DIR="" ;; esac
+    # $RUN_DIR in an argument is the job's.
+    arguments=("${@//\$RUN_DIR/"$RUN_DIR"}")
+    [[ ${1:-} == @* ]] || return 0
+    # The line is kept for the next start, because you may edit the file.
+    [ -s "$RUN_DIR/line" ] ||
+        awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}" < "${1#@}" > "$RUN_DIR/line"
+    # Read as a shell does it, but for *: quotes, ~ and $SCRATCH work there. Windows ends lines
+    # with \r.
+    set -f
+    eval "arguments=($(tr -d '\r' < "$RUN_DIR/line")
+    )" || fail "${1#@}, line $SLURM_ARRAY_TASK_ID: put quotes around & ; ( ) < > |"
+    set +f
+    ((${#arguments[@]})) || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is empty or missing"
+    arguments+=("${@:2}")
 }
 
-# The one rule: a job that has not finished is requeued if it got further since it started, or
-# if Slurm preempted it. Otherwise it fails. This runs however the script ends.
+# The one rule: a job that has not finished starts again if RUN_DIR has a checkpoint of a name
+# that no earlier start had, or if Slurm preempted it. Otherwise it fails. This runs however the
+# script ends.
 finish() {
     status=$?
     # Even where the disk of the log is full, and echo fails.
     set +e
-    # The copy of the code may be gone.
     cd "$JOB_WORK_DIR"
-    if rm "$GOT_FURTHER" 2> /dev/null; then got_further=yes; fi
-    # Slurm is ending this job itself, and decides whether it comes back. Remove nothing: ranks
-    # may still be saving there.
-    [ -z "${ended_by_slurm:-}" ] || exit "$status"
-    # One task of an array is 7_3.
-    this_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-    # This waits until Slurm's controller answers. The next lines need it, too.
-    job=$(show_job "$this_job")
-    # A controller that has just come back takes some seconds to find its nodes: try three times.
-    # The time limit may be near. What stays is removed when you next stage data on that node.
-    for _ in 1 2 3; do
-        timeout 20 bash -c 'on_each_node --overlap --immediate=10 bash -c remove_folder' && break
-        # Where a node is missing, this one removes its own.
-        timeout 20 bash -c remove_folder
-    done
-    # If it was cancelled meanwhile, a requeue would bring it back.
-    [ -z "${ended_by_slurm:-}" ] || exit "$status"
+    # When Slurm ends the job, ranks may still be saving.
+    wait_for_srun
+    # How busy the GPUs were, if gpu_report stands in front of Python.
+    [[ ${python[0]} != *gpu_report ]] || "${python[0]}"
+    # In variables: bash would forget a TERM of Slurm's that comes while [[ ]] runs a command.
+    found=$(list_checkpoints)
+    new=$(echo "$found" | grep -vxFf "$RUN_DIR/seen")
+    remove_data
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
         scontrol update JobId="$this_job" Requeue=0
-    elif [[ ${got_further:-} || $job == *PreemptTime=2* ]]; then  # 2026-…, or None
-        echo "job.sh: status $status: to be requeued"
-        for _ in {1..12}; do
+        exit 0
+    fi
+    ask_slurm
+    # Then Slurm decides whether it comes back. A requeue would bring a cancelled job back.
+    [ -z "${ended_by_slurm:-}" ] || exit "$status"
+    if [[ $new || $job == *PreemptTime=2* ]]; then  # 2026-…, or None
+        echo "job.sh: status $status: starts again, to resume"
+        for _ in 1 2 3; do
             # A requeue ends this job. If that ends scontrol, too, it has still succeeded.
             if scontrol requeue "$this_job" || [ "${ended_by_slurm:-}" ]; then exit "$status"; fi
-            sleep 10
+            sleep 5
+            ask_slurm
         done
-        fail "not requeued: sbatch job.sh with --checkpoint-dir=…/$this_job"
-    else
-        fail "status $status, and no new checkpoint since this start: not requeued"
+        fail "Slurm does not start it again. To go on: RUN_DIR=$RUN_DIR sbatch job.sh"
     fi
+    there=$(echo "$found" | tail -n 3 | xargs)
+    fail "status $status, no new checkpoint in $RUN_DIR (there: ${there:-none}): not started again"
 }
 
-# Ask Slurm about a job, again until it answers: a busy controller may not.
-show_job() {
+# Again until Slurm's controller answers: it may be busy. The last task of an array has the
+# array's number, for which Slurm shows all tasks.
+ask_slurm() {
     for _ in {1..60}; do
-        scontrol show job "$1" && return
-        echo "job.sh: waiting for Slurm's controller" >&2
+        job=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID ") && return
         sleep 10
     done
     fail "no answer of Slurm's controller in ten minutes"
@@ -189,17 +222,12 @@ show_job() {
 check_job() {
     # Only sbatch sets ENVIRONMENT. In a shell of srun --pty, another srun would only wait.
     [ "${ENVIRONMENT:-}" ] || fail "start it with sbatch"
-    [[ ${SLURM_JOB_ID_HET_GROUP_0:-} != "$SLURM_JOB_ID" ]] || fail "heterogeneous job"
+    # Where the job's folder is missing, Slurm starts in /tmp, whose files may be anybody's.
+    [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     [ -e main.py ] || fail "no main.py in $PWD"
+    type scontrol > /dev/null
     # In a container, this prints the version, or Apptainer says why not.
     [[ ${python[1]:-} != @(exec|run) ]] || "${python[@]}" -V || fail "fails: ${python[*]}"
-}
-# If another job has submitted this one, these variables may be that job's: ask Slurm.
-ask_slurm() {
-    job=$(show_job "$SLURM_JOB_ID")
-    [[ $job == *ArrayJobId=* ]] || unset "${!SLURM_ARRAY_@}"
-    job=${job#* Restarts=}
-    export SLURM_RESTART_COUNT=${job%% *}
 }
 # sbatch passes on the variables of your shell. If another job or torchrun has started that
 # shell, its variables would change how srun starts this one. Unset all but those that describe

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from os import environ
 from pathlib import Path
@@ -191,12 +191,20 @@ def setup_distributed() -> torch.device:
     device = find_device()
     on_gpu = device.type == "cuda"
     backend = "nccl" if on_gpu else "gloo"
-    with explain_failure(device):
+    try:
         dist.init_process_group(
             backend,
             device_id=device if on_gpu else None,
             # watch.py ends a hang much earlier. A job may be suspended for long.
             timeout=timedelta(days=7),
+        )
+    except Exception as error:  # of several kinds
+        fail(
+            f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
+            f"{socket.gethostname()} ({device}) cannot join the others at "
+            f"MASTER_ADDR={environ['MASTER_ADDR']}, "
+            f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, the port "
+            f"free there, and open between nodes (no firewall)? {error}"
         )
     check_gpus(device)
     return device
@@ -299,6 +307,7 @@ def parse_args() -> argparse.Namespace:
     add("--limit-train-samples", type=positive_int, help="train on so many images")
     add("--limit-valid-samples", type=positive_int, help="validate on so many images")
     add("--image-size", type=positive_int, default=224, help="pixels per side")
+    add("--max-megapixels", type=positive_int, default=200, help="of an image's file")
     add(
         "--model",
         choices=["dummy", *known],
@@ -392,8 +401,6 @@ def set_ranks() -> None:
     environ["RANK"] = environ.get("SLURM_PROCID", "0")
     environ["LOCAL_RANK"] = environ.get("SLURM_LOCALID", "0")
     environ["WORLD_SIZE"] = environ.get("SLURM_NTASKS", "1")
-    tasks_here = environ.get("SLURM_GTIDS", "0").split(",")  # on this node, as 4,5,6,7
-    environ["LOCAL_WORLD_SIZE"] = str(len(tasks_here))
 
 
 def find_data_dir() -> str:
@@ -407,39 +414,24 @@ def find_data_dir() -> str:
 
 def find_device() -> torch.device:
     """Return the GPU of this process, or the CPU where there is none."""
-    local_rank, ranks = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
-    gpus = int(environ.get("SLURM_GPUS_ON_NODE", "0"))  # the job's
-    if 0 < gpus <= local_rank:
-        fail(
-            f"local rank {local_rank} on {socket.gethostname()} has no GPU to itself: "
-            f"there are {gpus}; ask for more --gpus-per-node, or for fewer tasks"
-        )
-    if gpus > ranks:
-        logging.warning(f"warning: {ranks} of {gpus} GPUs a node are used: add tasks")
-    visible = torch.cuda.device_count()
-    if visible == 1 < ranks:
-        logging.warning("warning: use --gpus-per-node, or NCCL may fail or be slow")
-    # Without a driver, take the CPU. With one, a GPU must be visible: set_device()
-    # below fails if none is.
-    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
-    if visible == 0 and (not has_driver or environ.get("CUDA_VISIBLE_DEVICES") == ""):
+    local_rank = int(environ["LOCAL_RANK"])
+    if 0 < int(environ.get("SLURM_GPUS_ON_NODE", "0")) <= local_rank:
+        fail(f"{socket.gethostname()} has more tasks than GPUs: ask for fewer tasks")
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+        if has_driver and environ.get("CUDA_VISIBLE_DEVICES") != "":
+            fail(
+                f"PyTorch finds no GPU of {socket.gethostname()}: ask for "
+                "--gpus-per-node, install a PyTorch for GPUs, start a container with "
+                "--nv, or --exclude this node; to train on the CPU, write env "
+                "CUDA_VISIBLE_DEVICES= before python"
+            )
         logging.warning("warning: no GPU found, training on the CPU")
         return torch.device("cpu", 0)
-    if not torch.version.cuda and not torch.version.hip:
-        fail(
-            "this PyTorch is for CPUs only, beside a GPU: install one for GPUs, or "
-            "write env CUDA_VISIBLE_DEVICES= before python"
-        )
     # With --gpus-per-task, a task sees its own GPU only, as number 0.
-    device = torch.device("cuda", local_rank % max(1, visible))
-    try:
-        torch.cuda.set_device(device)
-    except Exception as error:  # of several kinds
-        fail(
-            f"no GPU of {socket.gethostname()} works: {str(error).splitlines()[0]}: "
-            "ask for --gpus-per-node, start a container with --nv, or --exclude this "
-            "node; to train on the CPU, write env CUDA_VISIBLE_DEVICES= before python"
-        )
+    device = torch.device("cuda", local_rank % gpus)
+    torch.cuda.set_device(device)
     return device
 
 
@@ -454,49 +446,12 @@ def find_first_node() -> str:
         fail("scontrol fails, as in a container: export MASTER_ADDR, rank 0's node")
 
 
-@contextmanager
-def explain_failure(device: torch.device):
-    """End this process with one line if it cannot join the others."""
-    try:
-        check_master_addr()
-        yield
-    except Exception as error:  # of several kinds
-        fail(
-            f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
-            f"{socket.gethostname()} ({device}) cannot join the others at "
-            f"MASTER_ADDR={environ['MASTER_ADDR']}, "
-            f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, the port "
-            f"free there, and open between nodes (no firewall)? {error}"
-        )
-
-
-def check_master_addr() -> None:
-    """Raise OSError if rank 0 is not there. PyTorch would take minutes to say so."""
-    place = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    try:
-        if environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in environ:
-            # Only on its own node can rank 0 listen, here on any free port.
-            socket.create_server((place[0], 0)).close()
-        else:
-            socket.create_connection(place, timeout=60, all_errors=True).close()
-    except socket.gaierror:
-        time.sleep(10)  # a name server may be busy for a moment
-        socket.getaddrinfo(*place)
-    except ExceptionGroup as errors:  # one for each of its addresses
-        # The node refuses while rank 0 is not ready. A firewall would just be silent.
-        if errors.subgroup(ConnectionRefusedError) is None:
-            raise errors.exceptions[0] from None
-
-
 def check_gpus(device: torch.device) -> None:
     """Refuse GPUs of two precisions: only float16 scales its gradients."""
     dtypes = [None] * dist.get_world_size()
     dist.all_gather_object(dtypes, find_dtype(device))
     if len(set(dtypes)) > 1:
-        fail(
-            f"{socket.gethostname()} computes in {find_dtype(device)}, other ranks in "
-            "another type: ask for GPUs of one kind, as in --gpus-per-node=a100:4"
-        )
+        fail(f"ask for GPUs of one kind, as in --gpus-per-node=a100:4: {set(dtypes)}")
 
 
 # ImageNet: any model of torchvision. The images are in data.py.

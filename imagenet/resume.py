@@ -60,6 +60,10 @@ SHARED = (
 )
 
 
+# What else of a run is in its checkpoint.
+KEPT = ("epoch", "step", "settings", "_seed", "_totals", "_place", "_own")
+
+
 class RunError(Exception):
     """Why a run must end, in one line."""
 
@@ -72,6 +76,7 @@ class Run:
     must stay the same from the first step to the last.
     """
 
+    folder, settings = Path(), {}
     epoch, step = 1, 0  # turns of the outermost loop, from 1; innermost ones in it
     # What else to do at a meeting of the ranks, while one saves, and before they stop.
     on_meeting = staticmethod(lambda totals, turns_per_second: None)
@@ -87,17 +92,22 @@ class Run:
         save_steps: int = 10**9,
         **parts,
     ):
-        vars(self)["folder"] = Path(folder or os.environ.get("RUN_DIR", ".")).absolute()
-        vars(self)["settings"] = json.loads(json.dumps(settings or {}, default=str))
+        self.folder = Path(folder or os.environ.get("RUN_DIR", ".")).absolute()
+        self.settings = json.loads(json.dumps(settings or {}, default=str))
         self._keep, self._save_seconds = keep, 60 * save_minutes
-        self._save_steps, self._stop_at = save_steps, int(os.environ.get("STOP_AT", 0))
-        self._names, self._sums, self._levels = [], [], [Level()]  # around all loops
-        self._seed, self._ranks, self._place = None, world_size(), []
+        self._save_steps, self._stop_at = (
+            save_steps,
+            int(os.environ.get("STOP_AT") or 0),
+        )
+        self._names, self._levels = [], [Level()]  # the first is around all loops
+        self._sums, self._sums_at_end, self._totals = [], [], []
+        self._seed, self._place, self._own = None, [], []
         self._load()
         self._saved_at = self._met_at = time.monotonic()
         # The first meeting is after one turn: also a start that must stop at once gets
         # further.
         self._turns, self._since_meeting, self._meeting = 0, 0, 1
+        self._is_checked = False
         self.add(**parts)
 
     def __setattr__(self, name: str, value) -> None:
@@ -208,9 +218,9 @@ class Run:
             self._turns, self.step = self._turns + 1, self.step + 1
             if self._turns == self._stop_at:
                 warned.append("STOP_AT")
+                self._meeting = 0
             if self.step % self._save_steps == 0:
                 self._saved_at = -math.inf
-            if self._turns == self._stop_at or self.step % self._save_steps == 0:
                 self._meeting = 0
         elif depth == 1:
             self.epoch, self.step = self.epoch + 1, 0
@@ -226,7 +236,8 @@ class Run:
             return items[level.done :]
         if isinstance(items, DataLoader):
             if replicas := getattr(items.sampler, "num_replicas", 0):
-                level.done = level.done * self._ranks // (replicas * group) * group
+                turns = level.done * len(self._own) // replicas
+                level.done = turns - turns % group
             order = self._set_order(items)
             if items.batch_sampler and not isinstance(items.dataset, IterableDataset):
                 return load_rest(items, level.done, order)
@@ -270,8 +281,9 @@ class Run:
         stop, due, speed, *self._totals = reduce([len(warned), due, speed, *sums])
         if self._since_meeting:
             self.on_meeting(self._totals, speed)
-        if self._turns == 1:
+        if not self._is_checked:
             self._pack_own()  # what cannot be saved is refused now
+            self._is_checked = True
         if stop or due:
             self._save(at_point)
         if stop:
@@ -303,7 +315,7 @@ class Run:
             except Exception as error:  # of several kinds
                 fail(
                     f"run.{name} cannot be saved, take numbers, strings, tensors, or "
-                    f"lists and dicts of them: {str(error).splitlines()[0]}"
+                    f"lists and dicts of them: {error!r}"
                 )
         return packed
 
@@ -318,23 +330,17 @@ class Run:
         if at_point:
             place.append([self._levels[-1].places - 1, 0])
         own = self._pack_own()
-        about = {
-            "place": place,
-            "epoch": self.epoch,
-            "step": self.step,
-            "sums": self._totals,
-            "settings": self.settings,
-            "seed": self._seed,
-            "own": [tell_all(own, other) for other in range(world_size())],
-        }
         state = {name: p.state_dict() for name, p in parts.items() if name not in own}
+        about = {name: getattr(self, name) for name in KEPT} | {"_place": place}
+        about["_own"] = [tell_all(own, other) for other in range(world_size())]
 
         def write_and_tidy() -> None:
-            got_further = not path.exists()
             write(path, state | {"resume": about})
-            if got_further and "GOT_FURTHER" in os.environ:  # until job.sh looks itself
-                Path(os.environ["GOT_FURTHER"]).touch()
             with contextlib.suppress(OSError):  # the checkpoint is whole
+                if got_further and "GOT_FURTHER" in os.environ:  # until job.sh looks
+                    mark = Path(os.environ["GOT_FURTHER"])
+                    mark.parent.mkdir(parents=True, exist_ok=True)
+                    mark.touch()
                 for old in self._paths()[self._keep :]:
                     old.unlink()
 
@@ -372,14 +378,8 @@ class Run:
                 "go on as it began, or choose another folder"
             )
         say(f"Resuming from {path}")
-        self.epoch, self.step, self._place = (
-            about["epoch"],
-            about["step"],
-            about["place"],
-        )
-        self._seed, self._totals = about["seed"], about["sums"]
-        self._ranks = len(about["own"])
-        self._own = about["own"][rank() % self._ranks]
+        for name in KEPT:
+            setattr(self, name, about[name])
 
     def _find(self) -> str | None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -426,12 +426,13 @@ class Run:
 
     def _restore(self, names: Iterable) -> None:
         """Give parts the state that was saved of them."""
+        own = self._own[rank() % len(self._own)]
         for name in names:
             part, state = unwrap(getattr(self, name)), self._saved.get(name)
-            if name in self._own:
-                state = unpack(self._own[name])
+            if name in own:
+                state = unpack(own[name])
             if not is_object(part):
-                setattr(self, name, state if name in self._own else part)
+                setattr(self, name, state if name in own else part)
             elif state != {}:  # as of a scaler that was idle, in another precision
                 try:
                     # A copy: the tensors lie in the file, which is deleted later.
@@ -468,19 +469,13 @@ def load_rest(loader: DataLoader, done: int, order: int) -> DataLoader:
 class Seeded:
     """A data set whose samples draw what follows from their order and index."""
 
-    data = None
+    data = __getitems__ = None  # a loader takes one sample after the other
 
     def __init__(self, data):
         self.data = data
 
     def __getattr__(self, name: str):
         return getattr(self.data, name)
-
-    def __getitems__(self, keys: list[tuple]) -> list:
-        if hasattr(self.data, "__getitems__"):
-            seed(make_seed(*keys[0]))
-            return self.data.__getitems__([index for _, index in keys])
-        return [self[key] for key in keys]
 
     def __getitem__(self, key: tuple):
         seed(make_seed(*key))

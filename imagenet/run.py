@@ -19,22 +19,6 @@ def begin_run(args: argparse.Namespace, recipe: dict, images: int) -> resume.Run
     """Return the run in the checkpoint folder; a new one has so many images a step."""
     # job.sh sets JOB_WORK_DIR: the code may be a copy, which ends with the job.
     folder = Path(environ.get("JOB_WORK_DIR", "")).absolute() / args.checkpoint_dir
-    # By default, each batch job has its own. But Slurm's numbers begin again with a new
-    # controller, and two clusters may share a disk.
-    must_be_empty = (
-        args.checkpoint_dir == default_checkpoint_dir()
-        and environ.get("SLURM_RESTART_COUNT") == "0"  # job.sh alone sets a 0
-        and "TORCHELASTIC_RUN_ID" not in environ  # torchrun restarts a rank itself
-    )
-
-    def refuse_an_older_one() -> None:
-        if must_be_empty and list(folder.glob("epoch-*-step-*.pt")):
-            raise resume.RunError(
-                f"an older job of this number has saved in {folder}: name another "
-                "--checkpoint-dir, or this one with its whole path, to resume from it"
-            )
-
-    resume.on_rank_0(f"cannot use {folder}", refuse_an_older_one)
     run = resume.Run(folder, recipe, args.keep, args.save_minutes, args.save_steps)
     # The global batch stays, also on another number of GPUs. The id is W&B's.
     run.add(global_batch_size=images, id=uuid.uuid4().hex, best_accuracy=-1.0)
@@ -128,7 +112,7 @@ def log_weights(run: resume.Run, commit: str) -> None:
 
 def default_checkpoint_dir() -> Path:
     """Return this job's own folder: Slurm keeps a job's number when it requeues it."""
-    if "RUN_DIR" in environ:
+    if "RUN_DIR" in environ:  # job.sh has made it
         return Path(environ["RUN_DIR"])
     job = environ.get("SLURM_JOB_ID", "none")
     disk = Path(environ.get("SCRATCH", "."))

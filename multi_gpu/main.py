@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import time
-from contextlib import contextmanager
 from os import environ
 from pathlib import Path
 from typing import NoReturn
@@ -148,8 +147,16 @@ def setup_distributed() -> torch.device:
     device = find_device()
     on_gpu = device.type == "cuda"
     backend = "nccl" if on_gpu else "gloo"
-    with explain_failure(device):
+    try:
         dist.init_process_group(backend, device_id=device if on_gpu else None)
+    except Exception as error:  # of several kinds
+        fail(
+            f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
+            f"{socket.gethostname()} ({device}) cannot join the others at "
+            f"MASTER_ADDR={environ['MASTER_ADDR']}, "
+            f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, the port "
+            f"free there, and open between nodes (no firewall)? {error}"
+        )
     return device
 
 
@@ -288,8 +295,6 @@ def set_ranks() -> None:
     environ["RANK"] = environ.get("SLURM_PROCID", "0")
     environ["LOCAL_RANK"] = environ.get("SLURM_LOCALID", "0")
     environ["WORLD_SIZE"] = environ.get("SLURM_NTASKS", "1")
-    tasks_here = environ.get("SLURM_GTIDS", "0").split(",")  # on this node, as 4,5,6,7
-    environ["LOCAL_WORLD_SIZE"] = str(len(tasks_here))
 
 
 def find_data_dir() -> str:
@@ -303,55 +308,25 @@ def find_data_dir() -> str:
 
 def find_device() -> torch.device:
     """Return the GPU of this process, or the CPU where there is none."""
-    local_rank, ranks = int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"])
-    gpus = int(environ.get("SLURM_GPUS_ON_NODE", "0"))  # the job's
-    if 0 < gpus <= local_rank:
-        fail(
-            f"local rank {local_rank} on {socket.gethostname()} has no GPU to itself: "
-            f"there are {gpus}; ask for more --gpus-per-node, or for fewer tasks"
-        )
-    if gpus > ranks:
-        logging.warning(f"warning: {ranks} of {gpus} GPUs a node are used: add tasks")
-    visible = torch.cuda.device_count()
-    if visible == 1 < ranks:
-        logging.warning("warning: use --gpus-per-node, or NCCL may fail or be slow")
-    # Without a driver, take the CPU. With one, a GPU must be visible: set_device()
-    # below fails if none is.
-    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
-    if visible == 0 and (not has_driver or environ.get("CUDA_VISIBLE_DEVICES") == ""):
+    local_rank = int(environ["LOCAL_RANK"])
+    if 0 < int(environ.get("SLURM_GPUS_ON_NODE", "0")) <= local_rank:
+        fail(f"{socket.gethostname()} has more tasks than GPUs: ask for fewer tasks")
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+        if has_driver and environ.get("CUDA_VISIBLE_DEVICES") != "":
+            fail(
+                f"PyTorch finds no GPU of {socket.gethostname()}: ask for "
+                "--gpus-per-node, install a PyTorch for GPUs, start a container with "
+                "--nv, or --exclude this node; to train on the CPU, write env "
+                "CUDA_VISIBLE_DEVICES= before python"
+            )
         logging.warning("warning: no GPU found, training on the CPU")
         return torch.device("cpu", 0)
-    if not torch.version.cuda and not torch.version.hip:
-        fail(
-            "this PyTorch is for CPUs only, beside a GPU: install one for GPUs, or "
-            "write env CUDA_VISIBLE_DEVICES= before python"
-        )
     # With --gpus-per-task, a task sees its own GPU only, as number 0.
-    device = torch.device("cuda", local_rank % max(1, visible))
-    try:
-        torch.cuda.set_device(device)
-    except Exception as error:  # of several kinds
-        fail(
-            f"no GPU of {socket.gethostname()} works: {str(error).splitlines()[0]}: "
-            "ask for --gpus-per-node, start a container with --nv, or --exclude this "
-            "node; to train on the CPU, write env CUDA_VISIBLE_DEVICES= before python"
-        )
+    device = torch.device("cuda", local_rank % gpus)
+    torch.cuda.set_device(device)
     return device
-
-
-@contextmanager
-def explain_failure(device: torch.device):
-    """End this process with one line if it cannot join the others."""
-    try:
-        yield
-    except Exception as error:  # of several kinds
-        fail(
-            f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
-            f"{socket.gethostname()} ({device}) cannot join the others at "
-            f"MASTER_ADDR={environ['MASTER_ADDR']}, "
-            f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, the port "
-            f"free there, and open between nodes (no firewall)? {error}"
-        )
 
 
 def find_weights_file() -> Path:

@@ -33,56 +33,60 @@ main() {
     # Ignore ~/.local, which a Python without an environment would use first.
     export PYTHONNOUSERSITE=1
     # The data goes to a folder of this job's own on the node's disk, removed at the end. After
-    # scancel or the time limit, it may stay. $RANDOM makes its name unique: whatever else is
-    # on that disk is left alone.
-    export LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.$RANDOM
+    # scancel or the time limit, it may stay. mktemp draws a name that nobody else can foresee.
+    LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.$(mktemp -u XXXXXXXX)
+    export LOCAL_JOB_DIR
     # With || : no job fails because its folder cannot be removed.
     trap 'on_each_node --immediate=30 rm -rf "$LOCAL_JOB_DIR" || rm -rf "$LOCAL_JOB_DIR" || :' EXIT
-    export -f stage fail
-    on_each_node bash -euc stage
+    on_each_node bash -euc "$(declare -f stage fail); stage"
+    # In /tmp, another user could put code into PyTorch's cache.
+    export TMPDIR=$LOCAL_JOB_DIR TORCHINDUCTOR_CACHE_DIR=$LOCAL_JOB_DIR/compiled
 
     # This script runs on the first node. Rank 0 listens there, on a port of the job's own.
-    export MASTER_ADDR=$SLURMD_NODENAME$master_suffix master_suffix
+    export MASTER_ADDR=$SLURMD_NODENAME$master_suffix
     export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
     # If ranks cannot meet, export both as INFO to see more.
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
     export tasks_per_node=${SLURM_TASKS_PER_NODE%%[(,]*}  # 4 of 4(x2), as srun changes it
     unset SLURM_CPUS_PER_TASK  # or torchrun and its processes would get the CPUs of one task
-    on_each_node -l --kill-on-bad-exit=1 --wait=60 --cpu-bind=none bash -c 'launch "$@"' launch \
+    on_each_node -l --kill-on-bad-exit=1 --wait=60 --cpu-bind=none \
+        bash -c "$(declare -f launch); launch \"\$@\"" launch \
         "${python[@]}" -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" \
-        --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
-        --rdzv-id="$SLURM_JOB_ID" --log-dir="$LOCAL_JOB_DIR" main.py "$@"
+        --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
+        --log-dir="$LOCAL_JOB_DIR" main.py "$@"
 }
 
 on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
 stage() {
+    [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     # mkdir fails where local_disk is missing, or where the nodes share it.
-    mkdir "$LOCAL_JOB_DIR" || fail "$(hostname) needs its own local_disk"
+    mkdir -m 700 "$LOCAL_JOB_DIR" || fail "$SLURMD_NODENAME needs its own local_disk"
     [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" --one-top-level="$LOCAL_JOB_DIR/data" ||
-        fail "$(hostname) cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE"
+        fail "$SLURMD_NODENAME cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE"
     # What is read-only in the archive could not be removed.
     chmod -R u+rwX "$LOCAL_JOB_DIR"
 }
 # Each node's torchrun starts a process for each GPU of the job or, if Slurm counts none, for each
-# task. PET_… differ between nodes. With a suffix, torchrun would not see that it is the host.
+# task. PET_… differ between nodes. Not --rdzv-backend=c10d: whoever reached its port could run code
+# as you. PyTorch's ranks still trust each other, and all who reach their ports.
 launch() {
     export PET_NPROC_PER_NODE=${SLURM_GPUS_ON_NODE:-$tasks_per_node}
-    export PET_LOCAL_ADDR=$SLURMD_NODENAME$master_suffix PET_RDZV_CONF=is_host=$((SLURM_NODEID==0))
+    export PET_NODE_RANK=$SLURM_NODEID
     export OMP_NUM_THREADS=$(((SLURM_CPUS_ON_NODE - 1) / PET_NPROC_PER_NODE + 1))
     # Its processes do not get python's options, -E and -X.
     [[ " $* " != *" -E "* ]] || unset "${!PYTHON@}"
     PYTHONNOUSERSITE=1 PYTHONFAULTHANDLER=1 exec "$@"
 }
-export -f launch
 
 # Checks before the training.
 check_job() {
     # Only sbatch sets ENVIRONMENT. In a shell of srun --pty, another srun would only wait.
     [ "${ENVIRONMENT:-}" ] || fail "start it with sbatch"
-    [[ ${SLURM_JOB_ID_HET_GROUP_0:-} != "$SLURM_JOB_ID" ]] || fail "heterogeneous job"
+    # Where the job's folder is missing, Slurm starts in /tmp, whose files may be anybody's.
+    [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     [ -e main.py ] || fail "no main.py in $PWD"
-    type "${python[0]}" &> /dev/null || fail "$(hostname) has no ${python[0]}: uv sync --locked"
+    type "${python[0]}" &> /dev/null || fail "no ${python[0]} on $SLURMD_NODENAME: uv sync --locked"
     # In a container, this prints the version, or Apptainer says why not.
     [[ ${python[1]:-} != @(exec|run) ]] || "${python[@]}" -V || fail "fails: ${python[*]}"
 }

@@ -30,12 +30,14 @@ main() {
     # Ignore ~/.local, which a Python without an environment would use first.
     export PYTHONNOUSERSITE=1
     # The data goes to a folder of this job's own on the node's disk, removed at the end. After
-    # scancel or the time limit, it may stay. $RANDOM makes its name unique: whatever else is
-    # on that disk is left alone.
-    export LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.$RANDOM
+    # scancel or the time limit, it may stay. mktemp draws a name that nobody else can foresee.
+    LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.$(mktemp -u XXXXXXXX)
+    export LOCAL_JOB_DIR
     # With || : no job fails because its folder cannot be removed.
     trap 'rm -rf "$LOCAL_JOB_DIR" || :' EXIT
     stage
+    # In /tmp, another user could put code into PyTorch's cache.
+    export TMPDIR=$LOCAL_JOB_DIR TORCHINDUCTOR_CACHE_DIR=$LOCAL_JOB_DIR/compiled
 
     # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
@@ -45,9 +47,9 @@ main() {
 
 stage() {
     # mkdir fails where local_disk is missing, or where the nodes share it.
-    mkdir "$LOCAL_JOB_DIR" || fail "$(hostname) needs its own local_disk"
+    mkdir -m 700 "$LOCAL_JOB_DIR" || fail "$SLURMD_NODENAME needs its own local_disk"
     [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" --one-top-level="$LOCAL_JOB_DIR/data" ||
-        fail "$(hostname) cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE"
+        fail "$SLURMD_NODENAME cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE"
     # What is read-only in the archive could not be removed.
     chmod -R u+rwX "$LOCAL_JOB_DIR"
 }
@@ -56,10 +58,11 @@ stage() {
 check_job() {
     # Only sbatch sets ENVIRONMENT. In a shell of srun --pty, another srun would only wait.
     [ "${ENVIRONMENT:-}" ] || fail "start it with sbatch"
-    [[ ${SLURM_JOB_ID_HET_GROUP_0:-} != "$SLURM_JOB_ID" ]] || fail "heterogeneous job"
+    # Where the job's folder is missing, Slurm starts in /tmp, whose files may be anybody's.
+    [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     [ -e main.py ] || fail "no main.py in $PWD"
     ((SLURM_JOB_NUM_NODES == 1)) || fail "use multi_node"
-    type "${python[0]}" &> /dev/null || fail "$(hostname) has no ${python[0]}: uv sync --locked"
+    type "${python[0]}" &> /dev/null || fail "no ${python[0]} on $SLURMD_NODENAME: uv sync --locked"
     # In a container, this prints the version, or Apptainer says why not.
     [[ ${python[1]:-} != @(exec|run) ]] || "${python[@]}" -V || fail "fails: ${python[*]}"
 }

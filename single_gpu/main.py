@@ -253,30 +253,19 @@ def find_data_dir() -> str:
 
 def find_device() -> torch.device:
     """Return the GPU of this process, or the CPU where there is none."""
-    gpus = int(environ.get("SLURM_GPUS_ON_NODE", "0"))  # the job's
-    if gpus > 1:
-        logging.warning(f"warning: 1 of {gpus} GPUs is used: ask for one")
-    visible = torch.cuda.device_count()
-    # Without a driver, take the CPU. With one, a GPU must be visible: set_device()
-    # below fails if none is.
-    has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
-    if visible == 0 and (not has_driver or environ.get("CUDA_VISIBLE_DEVICES") == ""):
+    if torch.cuda.device_count() == 0:
+        has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+        if has_driver and environ.get("CUDA_VISIBLE_DEVICES") != "":
+            fail(
+                f"PyTorch finds no GPU of {socket.gethostname()}: ask for "
+                "--gpus-per-node, install a PyTorch for GPUs, start a container with "
+                "--nv, or --exclude this node; to train on the CPU, write env "
+                "CUDA_VISIBLE_DEVICES= before python"
+            )
         logging.warning("warning: no GPU found, training on the CPU")
         return torch.device("cpu", 0)
-    if not torch.version.cuda and not torch.version.hip:
-        fail(
-            "this PyTorch is for CPUs only, beside a GPU: install one for GPUs, or "
-            "write env CUDA_VISIBLE_DEVICES= before python"
-        )
     device = torch.device("cuda", 0)
-    try:
-        torch.cuda.set_device(device)
-    except Exception as error:  # of several kinds
-        fail(
-            f"no GPU of {socket.gethostname()} works: {str(error).splitlines()[0]}: "
-            "ask for --gpus-per-node, start a container with --nv, or --exclude this "
-            "node; to train on the CPU, write env CUDA_VISIBLE_DEVICES= before python"
-        )
+    torch.cuda.set_device(device)
     return device
 
 

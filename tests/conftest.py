@@ -28,6 +28,7 @@ from slurm_jobs import (
     Jobs,
     Result,
     User,
+    copy_tracked,
     listing,
     take_any_checksum,
     weights,
@@ -120,10 +121,7 @@ def pytest_collection_modifyitems(config, items):
 def clone(tmp_path_factory) -> Path:
     """The repository's files as they are now, in a commit; the path has a space."""
     path = tmp_path_factory.mktemp("a clone") / "pytorch on slurm"
-    generated = shutil.ignore_patterns(
-        ".git", ".venv", ".*_cache", "__pycache__", "data", "checkpoints", "slurm-*.out"
-    )
-    shutil.copytree(REPOSITORY, path, ignore=generated)
+    copy_tracked(REPOSITORY, path)
     git = "git -c user.name=tests -c user.email=tests"
     for command in ("init -q", "add --all", "commit -qm Now"):
         subprocess.run(f"{git} {command}".split(), cwd=path, check=True)

@@ -1,4 +1,4 @@
-"""Archives laid out as (Tiny) ImageNet, of made-up images that a model can learn."""
+"""Archives laid out as ImageNet, of made-up images that a model can learn."""
 
 import io
 import tarfile
@@ -102,24 +102,6 @@ def draw_imagenet(folder: Path, classes=4, train=6, valid=3, resolution=48) -> D
         f"{DEVKIT}/data/ILSVRC2012_validation_ground_truth.txt": truth.encode(),
     }
     (folder / f"{DEVKIT}.tar.gz").write_bytes(tar_bytes(files, "w:gz"))
-    return found
-
-
-def draw_tiny_imagenet(folder: Path) -> Drawn:
-    """Write tiny-imagenet-200.zip to a folder."""
-    root = "tiny-imagenet-200"
-    found, files, annotations = Drawn(folder, {}, {}), {}, ""
-    for wnid, train_set, valid_set in draw(3, 5, 2, 64, seed=1):
-        for i, data in enumerate(train_set):
-            name = f"images/{wnid}_{i}.JPEG"
-            files[f"{root}/train/{wnid}/{name}"] = found.train[wnid, name] = data
-        for i, data in enumerate(valid_set):
-            name = f"val_{wnid}{i}.JPEG"
-            files[f"{root}/val/images/{name}"] = found.valid[wnid, name] = data
-            annotations += f"{name}\t{wnid}\t0\t0\t63\t63\n"
-    files[f"{root}/val/val_annotations.txt"] = annotations.encode()
-    folder.mkdir()
-    write_zip(folder / f"{root}.zip", files)
     return found
 
 

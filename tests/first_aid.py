@@ -42,7 +42,7 @@ END = "the-end-of-it\n"
 # Sessions under these headings want a cluster that limits memory.
 LIMITED = [
     "``Out Of Memory``, ``oom-kill``",
-    "``no new checkpoint since this start: not requeued``",
+    "``no new checkpoint in …: not started again``",
 ]
 LIMITS = {"limit_memory": True, "proctrack": "cgroup"}
 OVER = tuple(

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import textwrap
@@ -65,6 +66,24 @@ class Result:
     def __str__(self) -> str:
         ended = f"job {self.job} {self.state}, exit code {self.exit_code}"
         return f"{ended}, output:\n{self.output}"
+
+
+def tracked(folder: Path = REPOSITORY) -> list[Path]:
+    """Return the files that git tracks: not the weights, logs and notes of a user.
+
+    A new file is one of them after `git add`. Paths are relative to the folder.
+    """
+    command = ["git", "-C", str(folder), "ls-files", "-z"]
+    names = subprocess.check_output(command, text=True).split("\0")[:-1]
+    return [Path(name) for name in names if (folder / name).exists()]
+
+
+def copy_tracked(source: Path, target: Path) -> Path:
+    """Copy the files that git tracks as they are now, and return the new folder."""
+    for name in tracked(source):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / name, target / name, follow_symlinks=False)
+    return target
 
 
 def listings(page: str, heading: str) -> list[str]:
@@ -242,7 +261,9 @@ class Jobs:
         """
         self.until(job, pattern)
         stop(rank := self.pid("node2", "main.py"))
-        signalled = self.run(["scancel", f"--signal={number.name}", job])
+        # A warning is for job.sh, which passes it on.
+        to = ["--batch"] if number == signal.SIGUSR1 else []
+        signalled = self.run(["scancel", *to, f"--signal={number.name}", job])
         assert signalled.exit_code == 0, signalled
         self.until_pending(job, rank, number)
         os.kill(rank, signal.SIGCONT)
@@ -258,6 +279,12 @@ class Jobs:
         for node in self.cluster.nodes:
             self.on(node, "bash", "-c", f"rm -rf /tmp/slurm-job-{job}-*")
         return result
+
+    def job_folder(self, job: str, node: str = "node1") -> str:
+        """Return the folder of a job on a node's disk, whose name is drawn."""
+        found = self.on(node, "bash", "-c", f"ls -d /tmp/slurm-job-{job}-cluster.*")
+        assert found.exit_code == 0, found
+        return found.output.strip()
 
     def slurm_version(self) -> tuple[int, int]:
         year, month = self.run(["sbatch", "--version"]).output.split()[1].split(".")[:2]
@@ -506,4 +533,4 @@ class User(Jobs):
 
     def warn(self, job: str) -> None:
         """Send the signal that Slurm sends before the time limit, as it does."""
-        assert self.run(["scancel", "--signal=USR1", job]).exit_code == 0
+        assert self.run(["scancel", "--batch", "--signal=USR1", job]).exit_code == 0

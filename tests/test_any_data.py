@@ -88,12 +88,11 @@ def test_any_data(kind, caplog):
     )
     @given(
         FILES,
-        st.sampled_from([(), ("--extract",)]),
         st.sampled_from(sorted(DAMAGE)),
         st.floats(0, 1, exclude_max=True),
         st.integers(1, 100),
     )
-    def check(files, flags, damage, place, size):
+    def check(files, damage, place, size):
         placed = [name for name in files if name.startswith(tuple(PLACES))]
         visible = [name for name in placed if "/." not in name]
         images = {n: files[n] for n in visible if n.endswith(tuple(IMAGES))}
@@ -113,7 +112,7 @@ def test_any_data(kind, caplog):
                 data_dir = Path(folder, "data")
                 whole = source.read_bytes()
                 source.write_bytes(DAMAGE[damage](whole, int(place * len(whole)), size))
-                code, output = call(source, data_dir, *flags)
+                code, output = call(source, data_dir)
                 lines = output.splitlines()
                 errors = [line for line in lines if not line.startswith(f"{HOST}: ")]
                 assert (code, len(errors)) in ((0, 0), (1, 1)), output
@@ -126,7 +125,9 @@ def test_any_data(kind, caplog):
                 assert os.listdir(folder) == [kind] or "decode image" in str(error)
                 return
         assert usable or damage == "flip", output
-        assert damage not in ("twice", "behind", "before"), output
+        # A zip is whole beside other bytes. Of two in one, the last one is read.
+        around = damage in ("twice", "behind", "before")
+        assert kind.endswith("zip") or not around, output
         if damage == "flip" and kind.endswith("tar"):
             # A tar has no checksum of an image's bytes.
             changed = {name for name in found if found[name] != images[name]}

@@ -1,9 +1,10 @@
-"""What imagenet/checkpoint.py writes, reads back and refuses: real files and damage.
+"""What imagenet/resume.py writes, reads back and refuses: real files and damage.
 
 One rank is this process, in a process group of its own; several are processes (gloo).
 Folders that are full or read-only are file systems mounted for it.
 """
 
+import argparse
 import fcntl
 import importlib.util
 import itertools
@@ -13,17 +14,18 @@ import multiprocessing
 import os
 import re
 import resource
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -38,14 +40,10 @@ pytestmark = pytest.mark.timeout(400)
 
 # Where main.py finds the modules beside it.
 sys.path.append(str(REPOSITORY / "imagenet"))
+import resume  # noqa: E402
 import run as run_module  # noqa: E402
-from checkpoint import Checkpoints, check, default_checkpoint_dir, read  # noqa: E402
-from coordinator import Coordinator, catch_stop_signals, stop_signals  # noqa: E402
-from ranks import RunError, StopRequested  # noqa: E402
-from run import Run  # noqa: E402
-from watch import HangWatch  # noqa: E402
-
-NO_HANG = HangWatch(10**6)  # in seconds
+import watch  # noqa: E402
+from resume import Run  # noqa: E402
 
 # Ranks
 
@@ -142,51 +140,68 @@ def load_module(path: str):
 # Runs and their checkpoints
 
 
-def draw(epoch: int, step: int, kilobytes: int = 1) -> Run:
-    """Return a run at this step, whose checkpoint has about this size."""
+def begin(folder: Path, keep: int = 3, recipe: dict = RECIPE, kilobytes: int = 1):
+    """Return a run in this folder, whose checkpoints have about this size."""
     model = nn.Linear(256 * kilobytes, 1, bias=False)
-    nn.init.constant_(model.weight, step)
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return Run(model, optimizer, scheduler, scaler, RECIPE, 4, ["a"], epoch, step)
-
-
-def is_from(state: dict, epoch: int, step: int) -> bool:
-    """Return whether this is all of what `draw` drew."""
-    weights = state["model"]["weight"]
-    return (state["epoch"], state["step"], *weights.unique()) == (epoch, step, step)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    return Run(folder, recipe, keep, scaler=scaler, best=0.0, **parts)
 
 
 @contextmanager
-def opened(folder: Path, keep: int = 3, recipe: dict = RECIPE):
-    """Give the checkpoints in a folder, and the newest; let go of the folder after."""
-    checkpoints = Checkpoints(folder, keep, NO_HANG)
+def opened(folder: Path, *arguments):
+    """Give a run; let go of its folder after."""
     try:
-        yield checkpoints, checkpoints.load(recipe)
+        yield begin(folder, *arguments)
     finally:
-        if hasattr(checkpoints, "lock_file"):
-            checkpoints.lock_file.close()
+        let_go(folder)
 
 
-def load(folder: Path, recipe: dict = RECIPE) -> dict | None:
-    with opened(folder, recipe=recipe) as (_, state):
-        return state
+def let_go(folder: Path) -> None:
+    """Close the lock, as the end of a process does."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if descriptor.readlink() == folder / "lock":
+                os.close(int(descriptor.name))
 
 
-def write(folder: Path, *places: tuple, keep: int = 3) -> None:
-    """Make checkpoints of these epochs, steps and sizes."""
-    with opened(folder, keep) as (checkpoints, _):
-        for place in places:
-            checkpoints.save(draw(*place))
+def load(folder: Path, recipe: dict = RECIPE) -> tuple[int, int] | None:
+    """Return the epoch and the step where the next start would go on."""
+    with opened(folder, 3, recipe) as run:
+        if not run._place:
+            return None
+        (weight,) = run.model.weight.unique().tolist()
+        assert weight == run.step, "it is not from this step"
+        return run.epoch, run.step
+
+
+def save(run: Run, epoch: int, step: int) -> None:
+    run.epoch, run.step = epoch, step
+    nn.init.constant_(run.model.weight, step)
+    run.save()
+
+
+def write(folder: Path, *places: tuple[int, int], keep: int = 3, kilobytes=1) -> None:
+    """Make checkpoints of these epochs and steps."""
+    for place in places:
+        with opened(folder, keep, RECIPE, kilobytes) as run:
+            run._place = []  # it is not to go on
+            save(run, *place)
 
 
 def refused(function, *arguments) -> str:
-    """Return the one line with which a function ends the run."""
-    with pytest.raises(RunError) as refusal:
+    """Return the one line with which a function ends all ranks."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as refusal:
+        said = []
+        patch.setattr(resume, "say", lambda text: said.append(text) or print(text))
+        patch.setattr(resume, "leave", sys.exit)  # the group is for more
         function(*arguments)
-    assert "\n" not in str(refusal.value)
-    return str(refusal.value)
+    assert refusal.value.code == 1
+    line = said[-1].split(": error: ", 1)[1]
+    assert "\n" not in line
+    return line
 
 
 def names(folder: Path) -> list[str]:
@@ -222,59 +237,20 @@ def test_the_last_ones_are_kept(tmp_path, rank0):
     places = (1, 10), (2, 1), (999, 1), (1000, 999_999), (1000, 1_000_000)
     write(tmp_path, *places, keep=2)
     assert names(tmp_path) == files((1000, 1_000_000), (1000, 999_999))
-    assert is_from(load(tmp_path), 1000, 1_000_000)
+    assert load(tmp_path) == (1000, 1_000_000)
 
 
-def test_all_of_a_run_comes_back(tmp_path, rank0):
-    """best.pt outlives its file, and torch.load reads it.
-
-    After a stop, too, it is the best one of the whole run.
-    """
-    with opened(tmp_path, keep=1) as (checkpoints, _):
-        run = draw(1, 1)
-        run.metrics += torch.tensor([0.5, 3, 4])
-        for run.epoch, accuracy in [(1, 0.0), (2, 0.5), (3, 0.4)]:
-            checkpoints.save(run)
-            checkpoints.save_if_best(run, accuracy)
-            assert (tmp_path / "best.pt").exists()
-    assert names(tmp_path) == ["best.pt", *files((3, 1))]
-    assert is_from(torch.load(tmp_path / "best.pt", weights_only=True), 2, 1)
-    resumed = draw(1, 1)
-    with opened(tmp_path) as (checkpoints, state):
-        resumed.load_state_dict(state)
-        assert str(resumed.state_dict()) == str(run.state_dict())
-        (tmp_path / "best.pt").unlink()
-        for accuracy in (0.4, 0.5, 0.6):
-            assert not (tmp_path / "best.pt").exists()
-            checkpoints.save_if_best(resumed, accuracy)
-        assert (tmp_path / "best.pt").exists()
-
-
-def test_got_further(tmp_path, rank0, monkeypatch, caplog):
-    """job.sh finds its file once a checkpoint is further than where the start began.
-
-    A run that was killed at the end of an epoch writes best.pt once more. Where the
-    file cannot be made, the checkpoint is whole, and the run goes on.
-    """
-    folder, further = tmp_path / "checkpoints", tmp_path / "further"
-    write(folder, (1, 1))
-    monkeypatch.setenv("GOT_FURTHER", str(further))
-    with opened(folder) as (checkpoints, _):
-        checkpoints.save_if_best(draw(1, 1), 0.5)
-        assert not further.exists()
-        started_at = checkpoints.saved_at
-        checkpoints.save(draw(1, 2))
-        assert further.exists()
-        assert checkpoints.saved_at > started_at  # --save-minutes begins again
-        # The submit folder may not have this one yet.
-        monkeypatch.setenv("GOT_FURTHER", str(tmp_path / "new/further"))
-        checkpoints.save(draw(1, 3))
-        assert (tmp_path / "new/further").exists()
-        monkeypatch.setenv("GOT_FURTHER", str(further / "in a file"))
-        checkpoints.save(draw(1, 4))
-    (warning,) = caplog.messages
-    assert str(further) in warning
-    assert is_from(load(folder), 1, 4)
+def test_the_weights_in_plain_code(tmp_path, rank0):
+    """torch.load reads a checkpoint, and what a script writes beside it."""
+    with opened(tmp_path) as run:
+        save(run, 1, 2)
+        run.write("best.pt", run.model.state_dict())
+    (path,) = tmp_path.glob("epoch-*")
+    assert names(tmp_path) == ["best.pt", path.name]
+    state = torch.load(path, weights_only=True)["model"]
+    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert state["weight"].unique() == best["weight"].unique() == 2
+    assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o600
 
 
 def test_folder_on_the_scratch(tmp_path, monkeypatch, rank0):
@@ -282,23 +258,26 @@ def test_folder_on_the_scratch(tmp_path, monkeypatch, rank0):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("JOB_WORK_DIR", str(tmp_path / "submitted from"))
     monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
-    write(default_checkpoint_dir(), (1, 1))
-    assert names(tmp_path / "scratch/checkpoints/17") == files((1, 1))
+    default_checkpoint_dir = run_module.default_checkpoint_dir
+    assert default_checkpoint_dir() == tmp_path / "scratch/checkpoints/17"
     # Where each job has a scratch of its own, it is removed with the job.
     for own in ("17/mine", "me.17"):
         monkeypatch.setenv("SCRATCH", str(tmp_path / own))
         assert default_checkpoint_dir() == Path("checkpoints/17")
     monkeypatch.setenv("SCRATCH", "/scratch/me170")
     assert default_checkpoint_dir() == Path("/scratch/me170/checkpoints/17")
+    # What job.sh has chosen, or you, comes first.
+    monkeypatch.setenv("RUN_DIR", "runs/1")
+    assert default_checkpoint_dir() == Path("runs/1")
 
 
-def test_started_again_without_a_checkpoint(tmp_path, rank0, monkeypatch, caplog):
+def test_started_again_without_a_checkpoint(tmp_path, rank0, monkeypatch, capsys):
     """As on a disk that the nodes do not share: the log says that it starts over."""
     for count in "01":
         monkeypatch.setenv("SLURM_RESTART_COUNT", count)
         assert load(tmp_path) is None
         warned = f"warning: started again, and no checkpoint is in {tmp_path}: "
-        assert caplog.text.count(warned) == int(count)
+        assert capsys.readouterr().out.count(warned) == int(count)
 
 
 def test_another_run_in_the_folder(tmp_path, rank0, monkeypatch):
@@ -311,16 +290,17 @@ def test_another_run_in_the_folder(tmp_path, rank0, monkeypatch):
     assert line.startswith(f"another run writes to {tmp_path}: choose another ")
     assert sum(waited) == 60
     monkeypatch.setattr(time, "sleep", lambda seconds: lock.close())
-    assert is_from(load(tmp_path), 1, 1)
+    assert load(tmp_path) == (1, 1)
 
 
 # Interrupted writing
 
 
 def save_without_end(folder: Path) -> None:
-    with opened(folder, keep=2) as (checkpoints, state):
-        for step in itertools.count(state["step"] + 1):
-            checkpoints.save(draw(1, step, 2**12))
+    with opened(folder, 2, RECIPE, 2**12) as run:
+        run._place = []
+        for step in itertools.count(run.step + 1):
+            save(run, 1, step)
 
 
 def written(folder: Path) -> int:
@@ -330,13 +310,13 @@ def written(folder: Path) -> int:
     return 0
 
 
-def test_killed_while_writing(tmp_path, rank0, caplog):
+def test_killed_while_writing(tmp_path, rank0, capsys):
     """At any moment, what has a checkpoint's name is whole; the next start tidies up.
 
     Killed 4 times, each time with another part of a file written.
     """
     folder, halfway = tmp_path / "checkpoints", 0
-    write(folder, (1, 1, 2**12))
+    write(folder, (1, 1), kilobytes=2**12)
     (folder / "other.pkl.partial").touch()  # is not ours
     for kill in range(4):
         job = (0, 1, tempfile.mkdtemp(dir=tmp_path), save_without_end, (folder,))
@@ -348,9 +328,11 @@ def test_killed_while_writing(tmp_path, rank0, caplog):
         process.join()
         halfway += written(folder) > 0
         whole = sorted(folder.glob("*.pt"))
-        assert is_from(load(folder), 1, int(whole[-1].stem[-6:]))
+        with opened(folder, 2, RECIPE, 2**12) as run:
+            assert run.step == int(whole[-1].stem[-6:])
+            assert run.model.weight.unique() == run.step
         assert names(folder) == [*(path.name for path in whole), "other.pkl.partial"]
-    assert halfway and not caplog.messages
+    assert halfway and "warning" not in capsys.readouterr().out
 
 
 # Damage
@@ -370,7 +352,7 @@ class Command:
 def damage(path: Path, how: str) -> None:
     content = path.read_bytes()
     if how == "code":
-        torch.save(draw(1, 2).state_dict() | {"more": Command()}, path)
+        torch.save(torch.load(path) | {"more": Command()}, path)
     elif how == "bit":
         path.write_bytes(flip(content, len(content) // 2))
     else:
@@ -386,23 +368,24 @@ def damage(path: Path, how: str) -> None:
         ("code", "Weights only load failed. .*"),
     ],
 )
-def test_damaged(how, reason, tmp_path, rank0, caplog, monkeypatch):
+def test_damaged(how, reason, tmp_path, rank0, capsys, monkeypatch):
     """The one before is used, and one line says which file is damaged, and how.
 
     The file stays for a look at it. Code in it is not run.
     """
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, (1, 1), (1, 2, 64))
+    write(tmp_path, (1, 1), (1, 2))
     older, newest = sorted(tmp_path.glob("*.pt"))
     damage(newest, how)
-    assert is_from(load(tmp_path), 1, 1)
+    capsys.readouterr()
+    assert load(tmp_path) == (1, 1)
     head = f"warning: {newest} is damaged, trying the one before: "
-    (warning,) = caplog.messages
+    warning, resuming = capsys.readouterr().out.splitlines()
     assert re.fullmatch(re.escape(head) + reason, warning)
     assert names(tmp_path) == [older.name, f"{newest.name}.damaged"]
     # The next start finds nothing to complain of.
-    assert is_from(load(tmp_path), 1, 1)
-    assert len(caplog.messages) == 1
+    assert load(tmp_path) == (1, 1)
+    assert capsys.readouterr().out == f"{resuming}\n"
 
 
 def test_any_flipped_bit(tmp_path, rank0):
@@ -411,8 +394,8 @@ def test_any_flipped_bit(tmp_path, rank0):
     (path,) = tmp_path.glob("*.pt")
 
     def content() -> tuple[str, bytes]:
-        check(path)
-        state = read(path)
+        resume.check(path)
+        state = resume.read(path)
         return str(state), state["model"]["weight"].numpy().tobytes()
 
     whole, right = path.read_bytes(), content()
@@ -427,31 +410,33 @@ def test_any_flipped_bit(tmp_path, rank0):
             assert content() == right, f"bit {bit} of byte {byte}"
 
 
-def test_all_damaged(tmp_path, rank0, caplog):
+def test_all_damaged(tmp_path, rank0, capsys):
     """No run begins anew in silence, also the next time, until someone has looked."""
     write(tmp_path, (1, 1), (1, 2))
     paths = sorted(tmp_path.glob("*.pt"), reverse=True)
     for path in paths:
         os.truncate(path, 100)
+    refused(load, tmp_path)
+    said = re.findall("warning: (.*) is damaged", capsys.readouterr().out)
+    assert said == [*map(str, paths)]
     for _ in range(2):
         assert refused(load, tmp_path) == (
             f"no whole checkpoint is left in {tmp_path}: "
             "remove the damaged ones there to start again from the beginning"
         )
-    assert [line.split()[1] for line in caplog.messages] == [*map(str, paths)]
     for path in tmp_path.glob("*.damaged"):
         path.unlink()
     assert load(tmp_path) is None
 
 
-def test_a_disk_that_does_not_read(tmp_path, rank0, caplog):
+def test_a_disk_that_does_not_read(tmp_path, rank0):
     """The file may be whole: it is kept, and no run goes on from an older one."""
     write(tmp_path, (1, 1), (1, 2))
     newest = tmp_path / files((1, 2))[0]
     newest.unlink()
     newest.symlink_to("/proc/self/mem")  # to read it is an I/O error
     assert refused(load, tmp_path) == f"cannot use {tmp_path}: Input/output error"
-    assert names(tmp_path) == files((1, 1), (1, 2)) and not caplog.messages
+    assert names(tmp_path) == files((1, 1), (1, 2))
 
 
 def load_with_little_memory(folder: Path, megabytes: int) -> str:
@@ -463,7 +448,11 @@ def load_with_little_memory(folder: Path, megabytes: int) -> str:
 
 def test_a_node_without_memory(tmp_path, rank0):
     """To map the file of 64 MB: no fault of the file."""
-    write(tmp_path, (1, 1), (1, 2, 2**16))
+    write(tmp_path, (1, 1))
+    write(tmp_path / "large", (1, 2), kilobytes=2**16)
+    (large,) = (tmp_path / "large").glob("*.pt")
+    large.rename(tmp_path / large.name)
+    shutil.rmtree(tmp_path / "large")
     (said,) = run_ranks(1, load_with_little_memory, tmp_path, 32)
     assert said == f"cannot use {tmp_path}: Cannot allocate memory"
     assert names(tmp_path) == files((1, 1), (1, 2))
@@ -480,9 +469,9 @@ def test_another_recipe(tmp_path, rank0):
     assert refused(load, tmp_path, recipe) == (
         f"{tmp_path / files((1, 1))[0]} is of another run, with "
         "seed 0, not 1; batch_size 4, not 8; accumulate None, not 1: "
-        "go on as it began, or choose another --checkpoint-dir"
+        "go on as it began, or choose another folder"
     )
-    assert is_from(load(tmp_path), 1, 1)
+    assert load(tmp_path) == (1, 1)
 
 
 def load_other_data(folder: Path) -> str:
@@ -491,63 +480,59 @@ def load_other_data(folder: Path) -> str:
 
 def test_nodes_with_different_data(tmp_path):
     """All ranks refuse it."""
-    said = "not every node has the same data: stage it again"
+    said = "not every node has the same data and settings: stage it again"
     assert run_ranks(2, load_other_data, tmp_path) == [said] * 2
-
-
-def load_to_be_refused(folder: Path) -> str:
-    return refused(load, folder)
 
 
 def test_more_ranks_than_images(tmp_path, rank0):
     """A run on few GPUs cannot go on with so many that some have nothing to do."""
-    with opened(tmp_path) as (checkpoints, _):
-        run = draw(1, 1)
-        run.global_batch_size = 1
-        checkpoints.save(run)
+    with opened(tmp_path) as run:
+        run.add(global_batch_size=1, id="", best_accuracy=0.0)
+        save(run, 1, 1)
     said = (
-        f"{tmp_path / files((1, 1))[0]} is of a run with 1 images a step, and there "
-        "are 2 ranks: resume with 1 ranks or fewer"
+        "the checkpoint is of a run with 1 images a step, and there are 2 ranks: "
+        "resume with 1 ranks or fewer"
     )
-    assert run_ranks(2, load_to_be_refused, tmp_path) == [said] * 2
+    assert run_ranks(2, begin_to_be_refused, tmp_path) == [said] * 2
 
 
-@pytest.mark.parametrize(
-    "part, entry", [("model", "weight"), ("optimizer", "param_groups")]
-)
-def test_a_checkpoint_that_does_not_fit(part, entry):
-    """One line refuses it, and names what is missing."""
-    run = draw(1, 1)
-    state = run.state_dict()
-    del state[part][entry]
-    line = refused(run.load_state_dict, state)
-    assert line.startswith(f"the checkpoint's {part} does not fit --model tiny: ")
-    assert entry in line
+def begin_to_be_refused(folder: Path) -> str:
+    args = argparse.Namespace(checkpoint_dir=folder, keep=3, save_minutes=1)
+    args.save_steps = 9
+    return refused(run_module.begin_run, args, RECIPE, 8)
 
 
-def test_a_checkpoint_of_older_code(tmp_path, rank0):
-    """What it lacks begins as in a new run, or is named if it cannot.
+@pytest.mark.parametrize("part", ["model", "optimizer", "best"])
+def test_a_checkpoint_that_does_not_fit(part, tmp_path, rank0):
+    """One line refuses it, and names the part. A value that is new begins as given."""
+    write(tmp_path, (1, 1))
+    (path,) = tmp_path.glob("*.pt")
+    state = torch.load(path)
+    if part == "best":
+        del state["resume"]["_own"][0]["best"]
+    else:
+        del state[part]
+    torch.save(state, path)
+    if part == "best":
+        assert load(tmp_path) == (1, 1)
+    else:
+        line = refused(load, tmp_path)
+        assert line.startswith(f"the checkpoint's {part} does not fit: ")
 
-    What is taken of it stays as it was when its file is written over.
-    """
-    run = draw(1, 1)
-    run.optimizer = torch.optim.SGD(run.model.parameters(), momentum=0.9)
-    run.model(torch.ones(1, 256)).sum().backward()
-    run.optimizer.step()
-    with opened(tmp_path) as (checkpoints, _):
-        checkpoints.save(run)
-    (path,), state = tmp_path.glob("*.pt"), load(tmp_path)
-    del state["best_accuracy"]
-    resumed = draw(1, 2)
-    resumed.load_state_dict(state)
-    assert (resumed.step, resumed.best_accuracy) == (1, draw(1, 1).best_accuracy)
-    before = str(resumed.state_dict())
-    with open(path, "r+b") as file:
-        file.write(bytes(path.stat().st_size))
-    assert str(resumed.state_dict()) == before and "nan" not in before
-    del state["optimizer"]
-    line = refused(resumed.load_state_dict, state)
-    assert line.startswith("the checkpoint's optimizer does not fit")
+
+def test_a_checkpoint_that_is_written_over(tmp_path, rank0):
+    """What was taken of it stays as it was."""
+    with opened(tmp_path) as run:
+        run.model(torch.ones(1, 256)).sum().backward()
+        run.optimizer.step()
+        save(run, 1, 1)
+    (path,) = tmp_path.glob("*.pt")
+    with opened(tmp_path) as resumed:
+        before = str([resumed.model.state_dict(), resumed.optimizer.state_dict()])
+        with open(path, "r+b") as file:
+            file.write(bytes(path.stat().st_size))
+        after = str([resumed.model.state_dict(), resumed.optimizer.state_dict()])
+    assert after == before and "momentum_buffer" in before and "nan" not in before
 
 
 # Folders that cannot be written to
@@ -564,24 +549,37 @@ def test_read_only_folder(tmp_path, rank0):
 
 def test_weights_that_are_not_finite(tmp_path, rank0):
     """They are not written over good ones, not even as the last of several to keep."""
-    with opened(tmp_path, keep=1) as (checkpoints, _):
-        checkpoints.save(draw(1, 1))
-        broken = draw(1, 2)
-        broken.model.weight.data[0, 17] = float("nan")
-        line = refused(checkpoints.save, broken)
+    with opened(tmp_path, 1) as run:
+        save(run, 1, 1)
+        run.model.weight.data[0, 17] = float("nan")
+        run.step = 2
+        line = refused(run.save)
     (newest,) = files((1, 2))
-    assert line == f"cannot write {tmp_path}/{newest}: the weights are not finite"
+    said = f"cannot write {tmp_path}/{newest}: the weights of model are not finite"
+    assert line == said
     assert names(tmp_path) == files((1, 1))
+
+
+def save_what_differs(folder: Path) -> str:
+    with opened(folder) as run:
+        nn.init.constant_(run.model.weight, 1 + 1e-6 * dist.get_rank())
+        return refused(run.save)
+
+
+def test_weights_that_differ(tmp_path):
+    """As of ranks that have trained without DDP: all of them end, nothing is saved."""
+    lines = run_ranks(2, save_what_differs, tmp_path)
+    assert lines[0] == lines[1]
+    assert "the weights of model differ between ranks: call DDP's" in lines[0]
+    assert names(tmp_path) == []
 
 
 def meet_faults_of_rank_0(folder: Path) -> list[str]:
     """Return what a rank is told of what only rank 0 sees."""
-    checkpoints = Checkpoints(folder, 9, NO_HANG)
-    assert is_from(checkpoints.load(RECIPE), 1, 2)
-    return [
-        refused(checkpoints.save, draw(1, 4, 300)),
-        refused(checkpoints.save_if_best, draw(1, 4, 300), 0.5),
-    ]
+    with opened(folder, 9, RECIPE, 300) as run:
+        assert (run.epoch, run.step) == (1, 2)
+        run._place, run.step = [], 4
+        return [refused(run.save), refused(run.write, "best.pt", torch.ones(2**18))]
 
 
 def test_full_disk(tmp_path, rank0):
@@ -592,12 +590,11 @@ def test_full_disk(tmp_path, rank0):
     """
     folder = tmp_path / "small"
     with mounted(folder, "size=1m"):  # room for three, and not for four
-        write(folder, (1, 1, 300), (1, 2, 300), (1, 3, 300))
+        write(folder, (1, 1), (1, 2), (1, 3), kilobytes=300)
         damage(folder / files((1, 3))[0], "bit")
         told, others = run_ranks(2, meet_faults_of_rank_0, folder)
         damaged = f"{files((1, 3))[0]}.damaged"
         assert names(folder) == [*files((1, 1), (1, 2)), damaged]
-        assert is_from(load(folder), 1, 2)
     assert (
         told
         == others
@@ -611,106 +608,97 @@ def test_full_disk(tmp_path, rank0):
 # When to save and to stop
 
 
-def take_steps(
-    steps=500, speed=99, loss=1.0, asked=0, saved_at=math.inf, save_steps=10**6
-) -> tuple[list[int], str]:
-    """Take an epoch's steps; return after which all ranks save, and what ends them.
+def take_turns(folder: Path, turns: int, seconds=0.0, asked=0, **options):
+    """Take a loop's turns; return after which all ranks save, and their status.
 
-    In a step, a rank has 4 samples, and its number of them right. Rank 1 has this loss,
-    and is asked to stop in that step.
+    Rank 1 is asked to stop in the turn `asked`.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    saved, logged = [], {}
-    checkpoints, watch = MagicMock(saved_at=saved_at), MagicMock()
-    checkpoints.save = lambda run: saved.append(run.step)
-    watch.tracker.log = logged.__setitem__
-    # Rank 0 has taken so many steps a second.
-    watch.steps_per_second.return_value = 0 if rank else speed * ranks
-    run = draw(1, 0)
-    run.recipe, run.global_batch_size = {"samples": 8 * steps + 7}, 8
-    run.scheduler = SimpleNamespace(last_epoch=0)
-    args = SimpleNamespace(save_steps=save_steps, save_minutes=1)
-    coordinator = Coordinator(run, checkpoints, watch, args)
-    stop_signals.clear()
-    catch_stop_signals()
-    metrics, end = torch.zeros(3, dtype=torch.float64), ""
-    try:
-        for run.scheduler.last_epoch in range(1, steps + 1):
-            metrics += torch.tensor([4 * loss if rank else 4.0, rank, 4])
-            if rank and asked == run.scheduler.last_epoch:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            coordinator.after_step(metrics)
-    except (RunError, StopRequested) as error:
-        end = repr(error)
-    # What is saved, and logged, is of all ranks, and of this step.
-    assert run.step == run.scheduler.last_epoch == max(logged, default=1)
-    assert run.metrics[2] == 4 * ranks * run.step
-    for values in logged.values():
-        assert values["train/accuracy"] == (ranks - 1) / (4 * ranks)
-        assert values["train/loss"] == (1 + (ranks - 1) * loss) / ranks
-    if not end:
-        coordinator.end_epoch({"valid/accuracy": 0.5})
-        checkpoints.save_if_best.assert_called_once_with(run, 0.5)
-        assert logged[steps] == {"valid/accuracy": 0.5}
-        assert (run.epoch, run.step, run.metrics.sum()) == (2, 0, 0)
-    return saved, end
+    rank, saved = dist.get_rank(), []
+    resume.warned.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume, "leave", sys.exit)
+        run = Run(folder, **options)
+        run.while_saving = lambda: saved.append(run.step) or nullcontext()
+        try:
+            for _ in run.loop(range(1)):
+                sums = run.sums(2)
+                for turn in run.loop(range(1, turns + 1)):
+                    sums += torch.tensor([rank, 4])
+                    time.sleep(seconds)
+                    if rank and asked == turn:
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                assert sums.tolist() == [rank * turns, 4 * turns]
+                run.save()
+            status = 0
+        except SystemExit as stopped:
+            status = stopped.code
+    let_go(folder)
+    return saved, status, resume.read(max(folder.glob("*.pt")))["resume"]["_totals"]
 
 
-def take_steps_of(cases: list[dict]) -> list[tuple]:
-    return [take_steps(**case) for case in cases]
+def take_turns_of(folder: Path, cases: list[dict]) -> list[tuple]:
+    found = []
+    for number, case in enumerate(cases):
+        found.append(take_turns(folder / str(number), **case))
+        dist.barrier()
+    return found
 
 
-def test_ranks_agree():
-    """They save after the same steps: after an epoch, and when it is time to.
+def test_ranks_agree(tmp_path):
+    """They save after the same turns, and what they save are the sums of all ranks."""
+    cases = [
+        {"turns": 500},
+        {"turns": 15, "save_steps": 7},
+        {"turns": 3, "save_minutes": 0},
+    ]
+    found, others = run_ranks(2, take_turns_of, tmp_path, cases)
+    assert found == others
+    assert found == [
+        ([500], 0, [500, 4000]),
+        ([7, 14, 15], 0, [15, 120]),
+        ([1, 3], 0, [3, 24]),
+    ]
 
-    One whose loss is not finite ends all, and nothing is saved.
+
+def test_ranks_stop_together(tmp_path):
+    """One that is asked to stop stops all, within 20 turns or two seconds, and saved.
+
+    Also if it is asked in its first turn.
     """
     cases = [
-        {},
-        {"steps": 15, "save_steps": 7},
-        {"steps": 3, "saved_at": -math.inf},
-        {"loss": math.nan},
+        {"turns": 200, "asked": asked, "seconds": seconds}
+        for asked, seconds in [(1, 0), (112, 0), (1, 0.5), (9, 0.5)]
     ]
-    found, others = run_ranks(2, take_steps_of, cases)
+    found, others = run_ranks(2, take_turns_of, tmp_path, cases)
     assert found == others
-    epoch, often, late, (saved, end) = found
-    assert epoch == ([500], "")
-    assert often == ([7, 14, 15], "")
-    assert late == ([1, 3], "")
-    assert saved == []
-    assert "the loss is nan before step 1 of epoch 1: nothing of it is saved" in end
-
-
-def test_ranks_stop_together():
-    """One that is asked to stop stops all, within 20 steps or two seconds, and saved.
-
-    Also if it is asked before its first step.
-    """
-    cases = [
-        {"asked": asked, "speed": speed} for asked in (1, 112) for speed in (99, 4, 0)
-    ]
-    found, others = run_ranks(2, take_steps_of, cases)
-    assert found == others
-    for case, ((step,), end) in zip(cases, found, strict=True):
-        assert end == "StopRequested()"
+    for case, ((step,), status, sums) in zip(cases, found, strict=True):
+        assert status == 75 and sums == [step, 8 * step]
         late = step - case["asked"]
-        assert 0 <= late < min(20, 2 * case["speed"] or 1), case
+        assert 0 <= late < min(20, 2.5 / (case["seconds"] or 0.1)), case
         assert late == 0 or case["asked"] > 1
 
 
 def test_a_line_a_minute(rank0, monkeypatch, caplog):
     """A batch job's log says where a long epoch is, and nothing of a short one."""
     caplog.set_level(logging.INFO)
+    run = SimpleNamespace(epoch=1, step=0, global_batch_size=8)
+    watching = watch.Watch.__new__(watch.Watch)
+    watching.run, watching.steps_an_epoch, watching.logged_at = run, 100, 0
+    watching.log = lambda values: None
     for seconds in (0.1, 70):  # from one look at the clock to the next
         clock = itertools.count(0, seconds).__next__
         monkeypatch.setattr(time, "monotonic", clock)
         assert not caplog.messages
-        take_steps(100)
+        for run.step in range(1, 101):
+            watching.meet([4.0 * run.step, 0.0, 4.0 * run.step], 99)
     steps = [int(line.split()[3]) for line in caplog.messages]
     assert steps == sorted(set(steps)) and steps[-1] == 100
     assert caplog.messages[-1] == (
         "Epoch 1, step 100 of 100: train loss 1.000 accuracy 0.00%, 792 images/s"
     )
+    line = refused(watching.meet, [math.nan, 0.0, 4.0], 99)
+    said = "the loss is nan before step 100 of epoch 1: nothing of it is saved"
+    assert line.startswith(said)
 
 
 # The last line: the digest and the commit
@@ -724,9 +712,9 @@ def test_digest(rank0, caplog):
     other.view(torch.uint8)[1, 2, 3, 17] ^= 1
     channels_last = weights.to(memory_format=torch.channels_last)
     for layout in (weights, channels_last, other):
-        run = draw(1, 1)
-        run.model = nn.ParameterDict({"a": layout})
-        run.log_weights("c0ffee", Path("run"))
+        model = nn.ParameterDict({"a": layout})
+        run = SimpleNamespace(model=model, folder=Path("run"))
+        run_module.log_weights(run, "c0ffee")
     first, second, last = caplog.messages[::2]  # then how to use the weights
     assert first == second != last
 

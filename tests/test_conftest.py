@@ -1,4 +1,4 @@
-"""What a run of the tests leaves behind when it is killed: nothing."""
+"""What the tests take from a clone, and what they leave behind when they are killed."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from slurm_jobs import REPOSITORY
+from slurm_jobs import REPOSITORY, copy_tracked, tracked
 
 TEST = """\
 import subprocess
@@ -32,6 +32,33 @@ def what_names(*texts: str) -> list[str]:
         except OSError:
             pass  # it has ended
     return [line for line in found if any(text in line for text in texts)]
+
+
+# What the clone of a user may hold.
+OF_A_USER = """
+.env .envrc .venv2/bin/python .vscode/settings.json .idea/workspace.xml .main.py.swp
+notes.txt docs/notes.rst mine/job.sh mine/main.py single_gpu/model-none.pt
+single_gpu/model-8.pt single_gpu/slurm-8.out single_gpu/data/cifar-10-python.tar.gz
+single_gpu/torch.py imagenet/runs/7/checkpoint.pt imagenet/checkpoints/8/best.pt
+imagenet/wandb/run/log multi_node/cifar-10-python.tar.gz multi_node/core.1
+tests/data/batch tests/test_of_mine.py
+""".split()
+
+
+def test_what_a_user_has_in_a_clone(tmp_path):
+    """The tests copy what git tracks, and nothing else of a clone that is in use."""
+    source = copy_tracked(REPOSITORY, tmp_path / "a clone")
+    git = "git -c user.name=tests -c user.email=tests"
+    for command in ("init -q", "add --all", "commit -qm Now"):
+        subprocess.run(f"{git} {command}".split(), cwd=source, check=True)
+    for name in OF_A_USER:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("mine")
+    (source / "README.rst").write_text("edited")
+    copy = copy_tracked(source, tmp_path / "copy")
+    arrived = {path.relative_to(copy) for path in copy.rglob("*") if path.is_file()}
+    assert arrived == set(tracked(REPOSITORY))
+    assert (copy / "README.rst").read_text() == "edited"
 
 
 def test_run_that_is_killed(cluster, tmp_path):

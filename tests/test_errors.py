@@ -89,11 +89,9 @@ def test_broken_driver(jobs, folder, driver):
     flags = [*SMALL, "--nodelist=node1", "--ntasks=1", "--gpus-per-node=1"]
     srun = ["srun", "unshare", "--mount", "bash", "-ec", script, "bash"]
     broken = salloc(jobs, folder, *flags, *srun, *MAIN)
-    # That is what PyTorch says in a container without --nv, too.
-    message = "^main.py: error: no GPU of node1 works: Found no NVIDIA driver .*--nv"
-    assert_failed(
-        broken, message + ".*env CUDA_VISIBLE_DEVICES= before python$", times=1
-    )
+    # So it is in a container without --nv, too.
+    message = "^main.py: error: PyTorch finds no GPU of node1: .* --nv, or --exclude .*"
+    assert_failed(broken, message + "env CUDA_VISIBLE_DEVICES= before python$", times=1)
     command = ["CUDA_VISIBLE_DEVICES=", *MAIN, "--batch-size=9999"]
     on_cpu = salloc(jobs, folder, *flags, *srun, *command)
     assert_failed(on_cpu, "^main.py: error: a step takes 9999 samples ", times=1)
@@ -108,8 +106,7 @@ def test_broken_driver(jobs, folder, driver):
         (
             "multi_node",
             [*TWO_TASKS, "--gpus-per-node=1"],
-            "main.py: error: local rank 1 on node1 has no GPU to itself: "
-            "there are 1; ask for more --gpus-per-node, or for fewer tasks",
+            "main.py: error: node1 has more tasks than GPUs: ask for fewer tasks",
         ),
     ],
 )
@@ -136,36 +133,24 @@ def test_not_what_job_sh_is_for(jobs):
 
 # In place of a container, which has no scontrol.
 NO_SCONTROL = 'PATH=$(dirname "$(command -v uv)"):/tmp; exec "$@"'
-# Rank 1's node does not know rank 0's.
-NO_NAME = """[ $SLURM_PROCID = 0 ] || { grep -v node1 /etc/hosts > /tmp/hosts
-    mount --bind /tmp/hosts /etc/hosts; rm /tmp/hosts; }; exec "$@" """
-JOIN = "cannot join the others at MASTER_ADDR"
 
 
 @pytest.mark.parametrize(
-    "folder, script, env, message",
+    "folder, script, message",
     [
         # Its ranks would look for one another on a node each.
-        ("multi_gpu", 'exec "$@"', {}, "this example is for one node: .* multi_node$"),
+        ("multi_gpu", 'exec "$@"', "this example is for one node: .* multi_node$"),
         (
             "multi_node",
             NO_SCONTROL,
-            {},
             "scontrol fails, as in a container: export MASTER_ADDR, rank 0's node$",
-        ),
-        # The rank that cannot resolve it says so itself, and soon.
-        (
-            "multi_node",
-            NO_NAME,
-            {"MASTER_ADDR": "node1"},
-            rf"rank 1 of 2 on node2 .* {JOIN}=node1, .*Errno",
         ),
     ],
 )
-def test_two_nodes_of_salloc(jobs, folder, script, env, message):
-    srun = ["srun", "--kill-on-bad-exit=1", "unshare", "--mount", "bash", "-c", script]
-    result = salloc(jobs, folder, *TWO_NODES, *srun, "bash", *MAIN, **env)
-    assert_failed(result, f"^main.py: error: {message}", times=1 if env else 0)
+def test_two_nodes_of_salloc(jobs, folder, script, message):
+    srun = ["srun", "--kill-on-bad-exit=1", "bash", "-c", script]
+    result = salloc(jobs, folder, *TWO_NODES, *srun, "bash", *MAIN)
+    assert_failed(result, f"^main.py: error: {message}")
 
 
 @pytest.mark.parametrize("folder", ["multi_node", "imagenet"])
@@ -199,30 +184,6 @@ def test_wrong_interface(jobs):
         ".*Unable to find address for: eth7",
     )
     assert "Traceback" not in result.output, result
-
-
-def test_firewall(jobs):
-    """Between the nodes, it drops what goes to the ports of job.sh.
-
-    A connection fails after 3 seconds here, and not after a minute.
-    """
-    rules = ["pref 1 iif eth0 ipproto tcp dport 10000-29999 blackhole"]
-    rules += ["pref 2 lookup local"]  # it came first
-    for rule in rules:
-        jobs.on("node1", *f"ip rule add {rule}".split())
-    jobs.on("node1", *"ip rule del pref 0".split())
-    retries = "echo {} > /proc/sys/net/ipv4/tcp_syn_retries"
-    jobs.on("node2", "bash", "-c", retries.format(1))
-    try:
-        command = [*TWO_NODES, "job.sh", *SYNTHETIC]
-        result = sbatch(jobs, "multi_node", *command)
-    finally:
-        jobs.on("node2", "bash", "-c", retries.format(6))
-        jobs.on("node1", *"ip rule add pref 0 lookup local".split())
-        for rule in rules:
-            jobs.on("node1", *f"ip rule del {rule}".split())
-    message = r"MASTER_PORT=\d{5}: .* open between nodes \(no firewall\)\?"
-    assert_failed(result, f"^main.py: error: rank 1 of 2 on node2 .*{message}", times=1)
 
 
 def test_rank_never_comes(jobs, tmp_path):

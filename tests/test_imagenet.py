@@ -1,5 +1,7 @@
 """The imagenet example as jobs: staged, stopped, killed, started: the same weights."""
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -15,18 +17,20 @@ def test_the_whole_way(user, undisturbed):
     The weights are those of a job that nothing has happened to.
     """
     # Slurm warns the job at once when it gets a limit of three minutes.
-    flags = ["--parsable", f"--output={user.logs}/%j.out", "--signal=USR1@175"]
+    flags = ["--parsable", f"--output={user.logs}/%j.out", "--signal=B:USR1@175"]
     command = ["./safe_sbatch", *TWO, *flags, "--time=10", "job.sh", *TINY, *EPOCHS]
     command += ["--save-steps=3", "--timeout=900"]  # a rank is stopped meanwhile
     submitted = user.run(command, "imagenet")
     assert submitted.exit_code == 0, submitted
     job = submitted.output.split()[-1]
-    user.stop_rank(job)
-    # Slurm looks every 30 seconds whether it is time. It makes a stopped rank go on.
+    rank = user.stop_rank(job)
+    # Slurm looks every 30 seconds whether it is time.
     assert user.run(["scontrol", "update", f"job={job}", "TimeLimit=3"]).exit_code == 0
+    user.until_pending(job, rank, signal.SIGUSR1)
+    os.kill(rank, signal.SIGCONT)
     user.until(job, ASKED_TO_STOP.pattern)
     # 75, or 143 for a rank that srun ended after the first had left.
-    user.until(job, r"^job.sh: status (75|143): to be requeued$")
+    user.until(job, r"^job.sh: status (75|143): starts again, to resume$")
     user.run(["scontrol", "update", f"job={job}", "TimeLimit=10"])
     result = user.wait(job)
     assert weights(result) == undisturbed
@@ -40,16 +44,16 @@ def test_cancelled_and_resumed(user, tmp_path):
 
     Another one goes on with its checkpoints, on another number of ranks.
     """
-    folder = f"--checkpoint-dir={tmp_path}"
+    folder = {"RUN_DIR": str(tmp_path)}
     # Ranks agree in each step: SIGKILL comes in 5 s.
-    job = user.train("--epochs=3", "--save-steps=1", folder)
+    job = user.train("--epochs=3", "--save-steps=1", **folder)
     checkpoint = tmp_path / "epoch-001-step-000002.pt"
     user.until_found(job, checkpoint.exists, checkpoint.name, 120, 0.001)
     cancelled = user.cancel(job)
     assert (cancelled.state, cancelled.restarts) == ("CANCELLED", 0), cancelled
     ((step, epoch),) = ASKED_TO_STOP.findall(cancelled.output)
     saved = tmp_path / f"epoch-{epoch:0>3}-step-{step:0>6}.pt"
-    resumed = user.wait(user.train("--epochs=3", folder, flags=ONE))
+    resumed = user.wait(user.train("--epochs=3", flags=ONE, **folder))
     assert f"\nResuming from {saved}\n" in resumed.output, resumed
     # The epoch lines count all samples of whole batches.
     weights(replace(resumed, output=cancelled.output + resumed.output))
@@ -103,7 +107,7 @@ MISSING = [  # archives, arguments, message
     (
         "",
         [],
-        r"^main.py: error: on node\d: no data in /tmp/slurm-job-\d+-cluster/data: "
+        r"^main.py: error: on node\d: no data in /tmp/slurm-job-\d+-cluster\.\w+/data: "
         "for job.sh, set IMAGENET_DIR to the archives; else run prepare_data.py",
     ),
     (

@@ -20,7 +20,6 @@ ONE_EPOCH = ["--epochs", "1", "--batch-size", "4"]
 ONE_EACH = ["--ntasks-per-node=1", "--gpus-per-node=1"]
 TWO_EACH = ["--ntasks-per-node=2", "--gpus-per-node=2"]
 NODES = ["node1", "node2"]
-IDLE = r"^warning: (.*) used: "
 # imagenet, without archives.
 SYNTHETIC = ["--synthetic", "--limit-train-samples=64", "--limit-valid-samples=8"]
 SYNTHETIC += ["--model=dummy", "--image-size=32", "--workers=1"]
@@ -76,7 +75,6 @@ def test_sbatch(jobs, archive, tmp_path):
         trained(result, folder, world_size)
         assert result.state == "COMPLETED", result
         assert jobs.nodes_of(result) == nodes, result
-        assert result.find(IDLE) == [], result
         if folder == "single_gpu":
             first, second, *_ = result.output.splitlines()
             assert first.startswith(f"Job {job} on node"), result
@@ -87,29 +85,23 @@ def test_sbatch(jobs, archive, tmp_path):
 
 
 def test_salloc_and_srun(jobs, archive):
-    """A task takes the only GPU that it sees. Rank 0 tells which stay idle.
+    """A task takes the only GPU that it sees, or one of several.
 
     One step has two tasks on the last node of a job of three. What another launcher has
     left in the shell changes nothing.
     """
     left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "9"}
     three = "--nodes=3 --ntasks-per-node=2 --gpus-per-node=2"
-    cases = [  # folder, flags of salloc, flags of srun, ranks, GPUs in use
-        ("single_gpu", "--ntasks=1 --gpus-per-task=1", "", 1, []),
-        ("single_gpu", "--ntasks=1 --gpus-per-node=4", "", 1, ["1 of 4 GPUs is"]),
-        ("multi_gpu", "--nodes=1 --ntasks=2 --gpus-per-task=1", "", 2, []),
-        (
-            "multi_node",
-            "--nodes=2 --gpus-per-node=4",
-            "",
-            2,
-            ["1 of 4 GPUs a node are"],
-        ),
-        ("multi_node", three, "--nodelist=node3 -N1 -n2", 2, []),
+    cases = [  # folder, flags of salloc, flags of srun, ranks
+        ("single_gpu", "--ntasks=1 --gpus-per-task=1", "", 1),
+        ("single_gpu", "--ntasks=1 --gpus-per-node=4", "", 1),
+        ("multi_gpu", "--nodes=1 --ntasks=2 --gpus-per-task=1", "", 2),
+        ("multi_node", "--nodes=2 --gpus-per-node=4", "", 2),
+        ("multi_node", three, "--nodelist=node3 -N1 -n2", 2),
     ]
 
     def start(case):
-        folder, salloc, srun, _, _ = case
+        folder, salloc, srun, _ = case
         # The ranks of one node meet there.
         address = {"MASTER_ADDR": "nowhere"} if folder == "multi_gpu" else {}
         command = ["uv", "run", "python", "main.py", *ONE_EPOCH]
@@ -122,9 +114,8 @@ def test_salloc_and_srun(jobs, archive):
 
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(start, cases))
-    for result, (folder, _, _, world_size, used) in zip(results, cases, strict=True):
+    for result, (folder, _, _, world_size) in zip(results, cases, strict=True):
         trained(result, folder, world_size)
-        assert result.find(IDLE) == used, result
         assert "\r" not in result.output, result  # tasks have no terminal
 
 
@@ -174,7 +165,7 @@ def test_variables_of_the_cluster(jobs, archive):
     for node in ("node1", "node2"):
         assert jobs.on(node, "umount", su).exit_code == 0
     result.trained(2, batch_size=4)
-    where = rf"\n  data_dir: {disk}/slurm-job-{result.job}-cluster\.\d+/data\n"
+    where = rf"\n  data_dir: {disk}/slurm-job-{result.job}-cluster\.\w+/data\n"
     assert re.search(where, result.output), result
     for node in ("node1", "node2"):
         assert jobs.on(node, "rmdir", disk).exit_code == 0, node

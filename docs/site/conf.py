@@ -1,6 +1,7 @@
 """The site that Sphinx makes of the pages on GitHub, and of the examples' diffs."""
 
 import html
+import json
 import os
 import re
 import shutil
@@ -14,8 +15,9 @@ from pygments.lexer import RegexLexer
 from pygments.token import Name, Text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "docs" / "site"))
+sys.path[:0] = [str(ROOT / "docs" / "site"), str(ROOT / "docs")]
 
+import explain  # noqa: E402
 import side_by_side  # noqa: E402
 from update_readmes import DIFFS, page_of  # noqa: E402
 
@@ -25,7 +27,6 @@ root_doc = "README"
 PAGES = {
     "": ["Start <self>"],
     "Examples": [
-        "docs/your_training",
         *(f"{name}/README" for name in ("single_gpu", "multi_gpu", "multi_node")),
         "imagenet/README",
     ],
@@ -36,15 +37,18 @@ PAGES = {
         )
     ],
     "Your own work": [
-        *(
-            f"docs/{name}"
-            for name in "clusters resources your_data runs sharded containers".split()
-        )
+        *(f"docs/{name}" for name in "your_training your_data runs sharded".split())
     ],
-    "Jobs": ["docs/preflight", "docs/while_it_runs", "docs/after_a_job"],
+    "Your cluster": [
+        *(f"docs/{name}" for name in "clusters resources containers preflight".split())
+    ],
+    "Your jobs": ["docs/while_it_runs", "docs/after_a_job"],
     "When it fails": [
         "docs/first_aid",
-        *(f"docs/first_aid/{name}" for name in ("queue", "environment", "ranks")),
+        *(
+            f"docs/first_aid/{name}"
+            for name in ("queue", "environment", "ranks", "slow")
+        ),
     ],
     "Evidence": ["docs/evidence", "CONTRIBUTING", "tests/README"],
 }
@@ -75,6 +79,7 @@ TITLES = {
     "docs/first_aid/queue": "errors of sbatch and squeue",
     "docs/first_aid/environment": "errors and what to do",
     "docs/first_aid/ranks": "errors and what to do",
+    "docs/first_aid/slow": "what to measure, and what helps",
     "docs/evidence": "what was measured and tested",
     "tests/README": "what they prove",
 }
@@ -130,9 +135,11 @@ def setup(app) -> None:
     app.add_lexer("text", Words)
     app.connect("source-read", adapt_source)
     app.connect("doctree-read", extend_title, priority=400)  # before Sphinx reads it
+    app.connect("doctree-read", name_entries)
     app.connect("doctree-resolved", adapt)
     app.connect("html-page-context", describe)
     app.connect("html-collect-pages", diff_pages)
+    app.connect("build-finished", write_messages)
 
 
 def adapt_source(app, page: str, content: list[str]) -> None:
@@ -166,8 +173,83 @@ def describe(app, page: str, template: str, context: dict, doctree) -> None:
     )
 
 
+# Pages of First aid's entries, by the entries' messages.
+ENTRIES = {
+    message: (Path(entry.page).relative_to(ROOT).with_suffix(""), entry)
+    for entry in explain.read_entries()
+    for message in entry.messages
+}
+BOX = """<div id="explain" hidden>
+<p>Paste a line of your log, or all of it. It stays in your browser.</p>
+<textarea aria-label="Lines of a log" spellcheck="false"></textarea>
+<output></output>
+<script src="../_static/messages.js"></script>
+<script src="../_static/explain.js"></script>
+</div>"""
+
+
+def id_of(message: str) -> str:
+    return f"message-{nodes.make_id(message)}"
+
+
+def messages_in(node: nodes.Node) -> list[str]:
+    literals = [
+        explain.without_program(literal.astext())
+        for literal in node.findall(nodes.literal)
+    ]
+    return [message for message in literals if message in ENTRIES]
+
+
+def name_entries(app, doctree: nodes.document) -> None:
+    """Give each entry of First aid an anchor for each of its messages."""
+    page = Path(app.env.current_document.docname)
+    for term in doctree.findall(nodes.term):
+        messages = [m for m in messages_in(term) if ENTRIES[m][0] == page]
+        term["ids"] = list(dict.fromkeys(map(id_of, messages)))
+
+
+def write_messages(app, error: Exception | None) -> None:
+    """Write what the box on First aid looks up, from the entries of the pages."""
+    if error:
+        return
+    entries = []
+    for entry in explain.read_entries():
+        page = Path(entry.page).relative_to(ROOT / "docs").with_suffix(".html")
+        entries.append(
+            {
+                "patterns": [
+                    [each.regex.pattern, each.part, each.weight]
+                    for each in explain.patterns_of(entry)
+                ],
+                "order": entry.order,
+                "answer": explain.render(entry, None)
+                .split("\n")[0]
+                .replace("\xa0", " "),
+                "link": f"{page}#{id_of(entry.messages[0])}",
+            }
+        )
+    values = {
+        "ENTRIES": entries,
+        "SAYS_ERROR": explain.SAYS_ERROR.pattern,
+        "MOST": explain.MOST,
+    }
+    script = "".join(f"const {k} = {json.dumps(v)};\n" for k, v in values.items())
+    (Path(app.outdir) / "_static" / "messages.js").write_text(script)
+
+
 def adapt(app, doctree: nodes.document, page: str) -> None:
     """Have links lead to pages of the site, those to examples' files to their diffs."""
+    if page == "docs/first_aid":
+        (section,) = (
+            node
+            for node in doctree.findall(nodes.section)
+            if "a-message" in node["ids"]
+        )
+        section.insert(1, nodes.raw("", BOX, format="html"))
+        for item in section.findall(nodes.list_item):
+            for link in item.findall(nodes.reference):
+                path = link["refuri"].partition("#")[0]
+                link["refuri"] = f"{path}#{id_of(messages_in(item)[0])}"
     for image in list(doctree.findall(nodes.image)):
         image.replace_self(nodes.container("", image.deepcopy(), classes=["picture"]))
     for literal in doctree.findall(nodes.literal):

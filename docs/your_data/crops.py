@@ -13,6 +13,9 @@ def to_rgb(image):
     image = ImageOps.exif_transpose(image)  # as the camera was held
     if image.mode.startswith("I"):  # 16 bits, in either order of bytes
         image = image.convert("I").point(lambda value: value * 255 / WHITE)
+    elif image.has_transparency_data:  # a black shape on nothing would be all black
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     if image.mode == "F":
         raise ValueError("its pixels are floats: scale them to 0 to 255 first")
     return v2.functional.pil_to_tensor(image.convert("RGB"))

@@ -28,3 +28,4 @@ def build_model():
 
 
 train_set, valid_set = Images("train", random_crop), Images("validation", center_crop)
+data_settings = {"data": [part.rows._fingerprint for part in (train_set, valid_set)]}

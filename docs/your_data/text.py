@@ -32,3 +32,4 @@ def build_model():
 
 train_set = load_from_disk("texts/train")
 valid_set = load_from_disk("texts/validation")
+data_settings = {"data": [part._fingerprint for part in (train_set, valid_set)]}

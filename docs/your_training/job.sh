@@ -6,7 +6,7 @@
 #SBATCH --cpus-per-task=4
 #SBATCH --mem=16G            # per node
 #SBATCH --time=01:00:00      # Slurm ends the job then
-#SBATCH --signal=USR1@180    # and warns main.py 180 s before
+#SBATCH --signal=B:USR1@180  # and warns this script 180 s before, which warns main.py
 #SBATCH --requeue            # Slurm may start the job again, to resume
 #SBATCH --open-mode=append   # in the same log
 #SBATCH --propagate=CORE     # of the login shell's limits (ulimit), only that on core files
@@ -32,28 +32,49 @@ local_disk=${SLURM_TMPDIR:-/tmp}
 master_suffix=
 
 main() {
+    JOB_WORK_DIR=$PWD
     check_job
     forget_other_jobs
-    echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)"
+    ask_slurm
+    restarts=${job#* Restarts=}
+    export SLURM_RESTART_COUNT=${restarts%% *}
+    # If an array's task has submitted this job, its variables are here, too.
+    [[ $job == *ArrayJobId=* ]] || unset "${!SLURM_ARRAY_@}"
+    this_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+    echo "Job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)," \
+        "requeued $SLURM_RESTART_COUNT times"
     # Ignore ~/.local, which a Python without an environment would use first.
     export PYTHONNOUSERSITE=1
-    make_run_dir
+    type "${python[0]}" &> /dev/null || fail "no ${python[0]} on $SLURMD_NODENAME: uv sync --locked"
+    make_run_dir "runs/$this_job"
     choose_arguments "$@"
-    # The data goes to a folder of this job's own on the node's disk, removed at the end. After
-    # scancel or the time limit, it may stay. $RANDOM makes its name unique: whatever else is
-    # on that disk is left alone.
-    export LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.$RANDOM
+    # The data goes to a folder of this job's own on the node's disk, removed at the end. If Slurm
+    # gives no time for that, this job's next start does it. mktemp draws a name that nobody else
+    # can foresee.
+    LOCAL_JOB_DIR=$local_disk/slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.$(mktemp -u XXXXXXXX)
+    export LOCAL_JOB_DIR
     # Slurm ends this job itself: scancel, the time limit, scontrol requeue.
-    trap 'trap - EXIT; remove_data; exit 143' TERM
+    trap 'ended_by_slurm=yes' TERM
+    # Slurm warns only this script. If it warned the whole job, some clusters would end the step
+    # that holds the job's own /tmp.
+    trap 'warned=yes; kill -USR1 "${training:-}" 2> /dev/null || :' USR1
     trap finish EXIT
-    export -f on_each_node stage name_rank_0 remove_data fail
-    on_each_node bash -euc stage
+    # Once on each node, with all the CPUs that the job has there, not one task's.
+    on_each_node=(env -u SLURM_CPUS_PER_TASK srun --ntasks="$SLURM_JOB_NUM_NODES"
+        --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1)
+    "${on_each_node[@]}" bash -euc "$(declare -f stage fail); stage"
+    # In /tmp, another user could put code into PyTorch's cache.
+    export TMPDIR=$LOCAL_JOB_DIR TORCHINDUCTOR_CACHE_DIR=$LOCAL_JOB_DIR/compiled
 
     # Rank 0 listens on its node, on a port of the job's own. From Slurm 26.05 on, that may be
     # another node than this script's.
-    MASTER_ADDR=$(srun bash -c name_rank_0 | sed -n 's/^rank 0 is on //p')$master_suffix
-    export MASTER_ADDR
-    export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
+    # shellcheck disable=SC2016 # each task's shell expands this
+    MASTER_ADDR=$(srun bash -c '((SLURM_PROCID)) || echo "rank 0 is on $SLURMD_NODENAME"' |
+        sed -n 's/.*rank 0 is on //p')
+    export MASTER_ADDR=${MASTER_ADDR:?srun does not answer}$master_suffix
+    # Another one after each requeue, because the last one may still be taken.
+    port=$((10000 + (SLURM_JOB_ID + 97 * SLURM_RESTART_COUNT) % 20000))
+    export MASTER_PORT=${MASTER_PORT:-$port}
     # If ranks cannot meet, export both as INFO to see more.
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     # By its source, PyTorch 2.15's new NCCL backend makes backward() wait for each all-reduce.
@@ -63,107 +84,147 @@ main() {
     # Slurm 22.05 and 23.02 give a task one CPU unless SRUN_CPUS_PER_TASK is set.
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:?give --cpus-per-task}
     export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-    # When a rank has ended, the others have a minute (--wait).
-    srun --kill-on-bad-exit=1 --wait=60 "${python[@]}" main.py "${arguments[@]}"
+    train bash -c "$(declare -f as_rank); as_rank \"\$@\"" bash \
+        "${python[@]}" main.py "${arguments[@]}"
 }
 
-on_each_node() { srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$@"; }
+# For a script that reads RANK, as under torchrun. If a script does not listen to USR1, the
+# warning does not end it. each_line is a bash script, and could then not listen.
+as_rank() {
+    export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+    [[ $1 == *each_line ]] || trap '' USR1
+    exec "$@"
+}
+# Start the tasks, and pass Slurm's warning on to them.
+train() {
+    [ -z "${warned:-}" ] || fail "Slurm's warning came before the training"
+    # When a rank has ended, the others have a minute (--wait).
+    srun --kill-on-bad-exit=1 --wait=60 "$@" &
+    training=$!
+    wait_for_srun
+    wait "$training"
+}
+# A signal ends wait, but not srun.
+wait_for_srun() { while kill -0 "${training:-}" 2> /dev/null; do wait "$training"; done || :; }
+
 stage() {
-    # What Slurm gave an earlier start of this job no time to remove.
-    rm -rf "${LOCAL_JOB_DIR%.*}".*
+    [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
+    # What Slurm gave an earlier start of this job no time to remove. A link, or what is another
+    # user's, is left alone.
+    find "${LOCAL_JOB_DIR%/*}" -maxdepth 1 -type d -user "$UID" -perm 700 \
+        -name "slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.*" ! -name "${LOCAL_JOB_DIR##*/}" \
+        -exec rm -rf {} +
     # mkdir fails where local_disk is missing, or where the nodes share it.
-    mkdir "$LOCAL_JOB_DIR" || fail "$(hostname) needs its own local_disk"
+    mkdir -m 700 "$LOCAL_JOB_DIR" || fail "$SLURMD_NODENAME needs its own local_disk"
     [ -z "$DATA_ARCHIVE" ] || tar -xf "$DATA_ARCHIVE" --one-top-level="$LOCAL_JOB_DIR/data" ||
-        fail "$(hostname) cannot unpack DATA_ARCHIVE=$DATA_ARCHIVE"
+        fail "$SLURMD_NODENAME cannot unpack DATA_ARCHIVE=$DATA_ARCHIVE"
     # tar does not notice that a file is cut between two members. A whole one ends in zeros.
     [[ $(head -c 262 "$DATA_ARCHIVE" 2> /dev/null | tail -c 5) != ustar ]] ||
         [ -z "$(tail -c 1024 "$DATA_ARCHIVE" | tr -d '\0')" ] || fail "$DATA_ARCHIVE is cut"
     # What is read-only in the archive could not be removed.
     chmod -R u+rwX "$LOCAL_JOB_DIR"
 }
-name_rank_0() { ((SLURM_PROCID)) || echo "rank 0 is on $SLURMD_NODENAME"; }
-
-# With || : no job fails because its folder cannot be removed.
+# The time limit may be near. Where a node is missing, this one removes its own.
 remove_data() {
-    rm -rf "$LOCAL_JOB_DIR" || :  # here first: Slurm may leave no time for the other nodes
-    on_each_node --immediate=30 rm -rf "$LOCAL_JOB_DIR" || :
+    timeout 30 "${on_each_node[@]}" --overlap --immediate=10 rm -rf "$LOCAL_JOB_DIR" ||
+        timeout 30 rm -rf "$LOCAL_JOB_DIR"
 }
 
-# What main.py saves goes to RUN_DIR. A job has the same one when it starts again. That of an
-# array's task is runs/7_3.
+# What main.py saves goes to RUN_DIR. A job has the same one when it starts again. To go on with
+# another job's, export RUN_DIR before sbatch.
 make_run_dir() {
-    job=$(show_job)
-    # If an array's task has submitted this job, its variables are here, too.
-    [[ $job == *ArrayJobId=* ]] || unset "${!SLURM_ARRAY_@}"
-    this_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-    export RUN_DIR=runs/$this_job
-    mkdir -p "$RUN_DIR"
-    saved_before=$(list_checkpoints)
+    # If another job has submitted this one, RUN_DIR may be that job's.
+    [ -z "${LOCAL_JOB_DIR:-}" ] || unset RUN_DIR
+    go_on=${RUN_DIR:-}
+    export RUN_DIR=${RUN_DIR:-$1}
+    mkdir -p "$RUN_DIR" || fail "cannot make RUN_DIR"
+    list_checkpoints >> "$RUN_DIR/seen"
     # Slurm's job numbers come again, as with a new controller.
-    [[ -z $saved_before || $job != *Restarts=0* ]] || fail "move $RUN_DIR away: it is not empty"
+    [[ $go_on || ! -s $RUN_DIR/seen ]] || ((SLURM_RESTART_COUNT)) ||
+        fail "$RUN_DIR is an earlier job's: move it away, or export RUN_DIR=$RUN_DIR"
+}
+# A checkpoint has that in its name, or ends as people's do. What ends in tmp, part or partial is
+# not whole: the disk may be full.
+list_checkpoints() {
+    find "$RUN_DIR" -mindepth 1 -printf '/%P\n' |
+        grep -Ei '/[^/]*(checkpoint|ckpt)[^/]*$|\.(pt|pth|pth\.tar|safetensors)$|/done$' |
+        grep -Eiv '[/._-](tmp|part|partial|damaged)([/.-]|$)' || :
 }
 # With `--array=1-8 job.sh @sweep.txt`, each task of the array takes its own line of sweep.txt.
 # Arguments after @sweep.txt are for all tasks.
 choose_arguments() {
-    arguments=("$@")
-    if [[ ${1:-} == @* ]]; then
-        # The line is kept for the next start, because you may edit the file.
-        [ -s "$RUN_DIR/line" ] ||
-            awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}" < "${1#@}" > "$RUN_DIR/line"
-        # Read as a shell does it: quotes, ~ and $SCRATCH work there. Windows ends lines with \r.
-        eval "arguments=($(tr -d '\r' < "$RUN_DIR/line")
-        )"
-        ((${#arguments[@]})) || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is empty or missing"
-        arguments+=("${@:2}")
-    fi
+    # $RUN_DIR in an argument is the job's.
+    arguments=("${@//\$RUN_DIR/"$RUN_DIR"}")
+    [[ ${1:-} == @* ]] || return 0
+    # The line is kept for the next start, because you may edit the file.
+    [ -s "$RUN_DIR/line" ] ||
+        awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}" < "${1#@}" > "$RUN_DIR/line"
+    # Read as a shell does it, but for *: quotes, ~ and $SCRATCH work there. Windows ends lines
+    # with \r.
+    set -f
+    eval "arguments=($(tr -d '\r' < "$RUN_DIR/line")
+    )" || fail "${1#@}, line $SLURM_ARRAY_TASK_ID: put quotes around & ; ( ) < > |"
+    set +f
+    ((${#arguments[@]})) || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is empty or missing"
+    arguments+=("${@:2}")
 }
-# A checkpoint is checkpoint.pt, checkpoint-500 or the like, also in a folder below, or done. What
-# ends in tmp, part or partial is not whole: the disk may be full.
-list_checkpoints() {
-    find "$RUN_DIR" -regex '.*/\(checkpoint[.-].*\|done\)' \
-        ! -regex '.*[._-]\(tmp\|part\|partial\)' -printf '%p %T@\n' | sort
-}
-# The one rule: a job that has not finished starts again if RUN_DIR has a checkpoint that it did
-# not have at this start, or if Slurm preempted the job. Otherwise it fails.
+
+# The one rule: a job that has not finished starts again if RUN_DIR has a checkpoint of a name
+# that no earlier start had, or if Slurm preempted it. Otherwise it fails. This runs however the
+# script ends.
 finish() {
     status=$?
     # Even where the disk of the log is full, and echo fails.
     set +e
+    cd "$JOB_WORK_DIR"
+    # When Slurm ends the job, ranks may still be saving.
+    wait_for_srun
     # How busy the GPUs were, if gpu_report stands in front of Python.
     [[ ${python[0]} != *gpu_report ]] || "${python[0]}"
+    # In variables: bash would forget a TERM of Slurm's that comes while [[ ]] runs a command.
+    found=$(list_checkpoints)
+    new=$(echo "$found" | grep -vxFf "$RUN_DIR/seen")
+    remove_data
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
         scontrol update JobId="$this_job" Requeue=0
-        remove_data
         exit 0
     fi
-    # In variables: bash would forget a TERM of Slurm's that comes while [[ ]] runs a command.
-    checkpoints=$(list_checkpoints)
-    job=$(show_job)
-    if [[ $checkpoints != "$saved_before" || $job == *PreemptTime=2* ]]; then
+    ask_slurm
+    # Then Slurm decides whether it comes back. A requeue would bring a cancelled job back.
+    [ -z "${ended_by_slurm:-}" ] || exit "$status"
+    if [[ $new || $job == *PreemptTime=2* ]]; then  # 2026-…, or None
         echo "job.sh: status $status: starts again, to resume"
-        # The time limit may be near. The next start of this job removes the rest.
-        timeout 60 bash -c remove_data
-        # A busy controller may not answer. A requeue ends this script.
-        for _ in {1..12}; do scontrol requeue "$this_job" && break; sleep 10; done
-    else
-        remove_data
-        fail "status $status, no new checkpoint in $RUN_DIR: not started again"
+        for _ in 1 2 3; do
+            # A requeue ends this job. If that ends scontrol, too, it has still succeeded.
+            if scontrol requeue "$this_job" || [ "${ended_by_slurm:-}" ]; then exit "$status"; fi
+            sleep 5
+            ask_slurm
+        done
+        fail "Slurm does not start it again. To go on: RUN_DIR=$RUN_DIR sbatch job.sh"
     fi
+    there=$(echo "$found" | tail -n 3 | xargs)
+    fail "status $status, no new checkpoint in $RUN_DIR (there: ${there:-none}): not started again"
 }
+
 # Again until Slurm's controller answers: it may be busy. The last task of an array has the
 # array's number, for which Slurm shows all tasks.
-show_job() {
-    until scontrol -o show job "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "; do sleep 10; done
+ask_slurm() {
+    for _ in {1..60}; do
+        job=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID ") && return
+        sleep 10
+    done
+    fail "no answer of Slurm's controller in ten minutes"
 }
 
 # Checks before the training.
 check_job() {
     # Only sbatch sets ENVIRONMENT. In a shell of srun --pty, another srun would only wait.
     [ "${ENVIRONMENT:-}" ] || fail "start it with sbatch"
-    [[ ${SLURM_JOB_ID_HET_GROUP_0:-} != "$SLURM_JOB_ID" ]] || fail "heterogeneous job"
+    # Where the job's folder is missing, Slurm starts in /tmp, whose files may be anybody's.
+    [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     [ -e main.py ] || fail "no main.py in $PWD"
-    type "${python[0]}" &> /dev/null || fail "$(hostname) has no ${python[0]}: uv sync --locked"
+    type scontrol > /dev/null
     # In a container, this prints the version, or Apptainer says why not.
     [[ ${python[1]:-} != @(exec|run) ]] || "${python[@]}" -V || fail "fails: ${python[*]}"
 }

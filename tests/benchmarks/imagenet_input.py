@@ -49,7 +49,7 @@ def main() -> None:
         scratch = Path(args.scratch or temporary)
         copied = load(example, stage(args, scratch, "copied"), args)
         small = load(example, stage(args, scratch, "small", "--resize=256"), args)
-        tree = image_folder(stage(args, scratch, "tree", "--extract"), args)
+        tree = image_folder(copied.images, scratch / "tree", args)
         loaders = {
             part: example.build_loader(part, args.workers) for part in (copied, small)
         }
@@ -117,11 +117,16 @@ def usual_loader(dataset, args: argparse.Namespace, **options) -> DataLoader:
     return DataLoader(dataset, args.batch_size, num_workers=args.workers, **options)
 
 
-def image_folder(tree: Path, args: argparse.Namespace) -> Subset:
+def image_folder(images, tree: Path, args: argparse.Namespace) -> Subset:
+    """Return staged images as torchvision reads them, from a tree of class folders."""
+    for i in range(len(images)):
+        path = tree / images.index["name"][i].decode()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(images.read_bytes(i).numpy())
     to_float = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
     normalize = v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     augment = [v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()]
-    dataset = ImageFolder(tree / "train", v2.Compose([*augment, *to_float, normalize]))
+    dataset = ImageFolder(tree, v2.Compose([*augment, *to_float, normalize]))
     # Not those of one class only.
     order = np.random.default_rng(0).permutation(len(dataset))
     return Subset(dataset, order[: args.samples])

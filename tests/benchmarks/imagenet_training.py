@@ -36,8 +36,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(args.scratch or temporary)
         copied = stage(args, scratch, "copied")
-        tree = image_folder(stage(args, scratch, "tree", "--extract"), args)
         staged = load(example, copied, args)
+        tree = image_folder(staged.images, scratch / "tree", args)
         args.samples = len(staged)
         # As main.py does, before CUDA and NCCL are up.
         loader = example.build_loader(staged, args.workers)

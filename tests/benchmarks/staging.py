@@ -62,13 +62,7 @@ def main() -> None:
             "cp": lambda: subprocess.check_call(["cp", *files, folder]),
             "prepare_data.py": lambda: prepare_data(source, folder),
         }
-        trees = {
-            "torchvision's ImageNet": torchvision,
-            "prepare_data.py --extract": lambda: prepare_data(
-                source, folder, "--extract"
-            ),
-        }
-        for variants in (copies, trees):
+        for variants in (copies, {"torchvision's ImageNet": torchvision}):
             seconds = take_turns(variants, args.rounds, prepare)
             title = f"{size:.2f} GB to {args.scratch} ({disk.strip()})"
             compare(title, seconds, has_limit=False)

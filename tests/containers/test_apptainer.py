@@ -200,7 +200,7 @@ def test_your_training(jobs):
     job_sh = edit(folder / "job.sh", OWN)
     job = jobs.submit(folder, *TWO, *FOUR, job_sh, "--epochs=8")
     jobs.until(job, "^Epoch 0")
-    jobs.run(["scancel", "--signal=USR1", job])
+    jobs.run(["scancel", "--batch", "--signal=USR1", job])
     result = jobs.wait(job)
     assert (result.state, result.restarts) == ("COMPLETED", 1), result
     assert len(result.find(f"^Resumed runs/{job}/checkpoint.pt: epoch")) == 1, result

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 def stopped(user: User, folder: Path) -> tuple[str, list[Path]]:
     """Stop a job in its second epoch; return output, and checkpoints newest first."""
-    job = user.train(*EPOCHS, "--save-steps=3", f"--checkpoint-dir={folder}")
+    job = user.train(*EPOCHS, "--save-steps=3", RUN_DIR=str(folder))
     user.until_found(
         job, lambda: list(folder.glob("epoch-002-*.pt")), "second epoch", 120, 0.001
     )
@@ -69,7 +69,7 @@ def test_damaged_checkpoint(user, undisturbed, tmp_path, damaged):
     if damaged == "all":
         for path in older:
             path.write_bytes(b"no checkpoint")
-    result = user.wait(user.train(*EPOCHS, f"--checkpoint-dir={folder}"))
+    result = user.wait(user.train(*EPOCHS, RUN_DIR=str(folder)))
     warning = r"^warning: (.*) is damaged, trying the one before: "
     warned = result.find(warning)
     if damaged == "all":
@@ -93,9 +93,9 @@ def test_checkpoint_folder(user, tmp_path, what):
     first = folder / "epoch-001-step-000003.pt"
     # All nodes of a job must see its checkpoints.
     nodes = ["--nodes=1", "--nodelist=node1"] if what == "full" else []
-    arguments = [*EPOCHS, "--save-steps=3", "--keep=9", f"--checkpoint-dir={folder}"]
+    arguments = [*EPOCHS, "--save-steps=3", "--keep=9"]
     with disk_on(user, "node1", disk, "size=8m"):
-        job = user.train(*arguments, flags=[*TWO, *nodes])
+        job = user.train(*arguments, flags=[*TWO, *nodes], RUN_DIR=str(folder))
         if what == "gone":
             user.until_found(job, first.exists, "checkpoint", 60, 0.001)
             folder.rename(tmp_path / "elsewhere")
@@ -127,7 +127,7 @@ def test_full_disk_of_the_log(user, undisturbed):
         # The last page of the log has room, too.
         fill = f"cat /dev/zero >> '{disk}/log'"
         assert "No space left" in user.on("node1", "sh", "-c", fill).output
-        user.run(["scancel", "--signal=USR1", job])
+        user.run(["scancel", "--batch", "--signal=USR1", job])
         user.until_found(
             job, lambda: user.show(job)["Restarts"] == "1", "a requeue", 120
         )
@@ -144,7 +144,7 @@ def test_a_node_is_emptied(user, same_end):
     """
     job = user.train(*EPOCHS, "--save-steps=3")
     rank = user.stop_rank(job)
-    folder = f"/tmp/slurm-job-{job}-cluster"
+    folder = user.job_folder(job)
     for node in ("node1", "node2"):
         assert user.on(node, "rm", "-r", folder).exit_code == 0
     os.kill(rank, signal.SIGCONT)
@@ -160,7 +160,7 @@ def test_folder_that_cannot_be_removed(user, undisturbed):
     """A job that is to be requeued is requeued, whatever is left in its folder."""
     job = user.train(*EPOCHS, "--save-steps=3")
     user.until_file(job, "*-step-000003.pt")
-    with disk_on(user, "node1", f"/tmp/slurm-job-{job}-cluster/busy", "size=1m"):
+    with disk_on(user, "node1", f"{user.job_folder(job)}/busy", "size=1m"):
         user.warn(job)
         user.until(job, "^rm: cannot remove .*/busy': Device or resource busy$")
         user.until(job, "^Job .* requeued 1 times$")
@@ -180,36 +180,6 @@ def test_slurm_tmpdir(user, what):
     assert "World size" not in result.output, result
 
 
-@pytest.mark.parametrize("made", every_case("link", "folder"))
-def test_folder_of_someone_else(user, tmp_path, made):
-    """Another user has made what job.sh would make.
-
-    A folder to look into, or a link to one of the user's. It stays as it is. (The names
-    of the other examples' folders cannot be known before.)
-    """
-    own = tmp_path / "own"
-    own.mkdir()
-    flags = ["--hold", "--nodelist=node1", "--nodes=1", *TWO]
-    job = user.submit("imagenet", *flags, "job.sh", "--synthetic")
-    path = f"/tmp/slurm-job-{job}-cluster"
-    if made == "folder":
-        user.on("node1", "install", "-d", "-m", "777", "-o", "nobody", path)
-        user.on("node1", "touch", f"{path}/a file")
-    else:
-        (own / "a file").touch()
-        user.on("node1", "ln", "-s", own, path)
-        user.on("node1", "chown", "-h", "nobody", path)
-    assert user.run(["scontrol", "release", job]).exit_code == 0
-    result = user.wait(job)
-    assert result.state == "FAILED", result
-    assert errors(result) == ["job.sh: error: node1 needs its own local_disk"], result
-    output = result.output.replace("\u2018", "'").replace("\u2019", "'")
-    assert f"mkdir: cannot create directory '{path}': File exists" in output, result
-    assert "World size" not in result.output, result
-    assert user.on("node1", "ls", f"{path}/").output == "a file\n"
-    user.on("node1", "rm", "-r", path)
-
-
 def test_number_of_an_older_job(user, tmp_path):
     """Slurm's numbers begin again: a new job leaves alone what an older one saved."""
     folder = tmp_path / "checkpoints"
@@ -221,13 +191,12 @@ def test_number_of_an_older_job(user, tmp_path):
     result = user.wait(job)
     assert_failed(result)
     assert errors(result) == [
-        f"main.py: error: an older job of this number has saved in {older}: name "
-        "another --checkpoint-dir, or this one with its whole path, to resume from it"
+        f"job.sh: error: {older} is an earlier job's: move it away, or export "
+        f"RUN_DIR={older}"
     ], result
     assert {path.name: path.read_bytes() for path in older.glob("*.pt")} == before
     # What is named is meant.
-    result = user.wait(
-        user.train(*EPOCHS, "--save-steps=3", f"--checkpoint-dir={older}")
-    )
+    job = user.train(*EPOCHS, "--save-steps=3", RUN_DIR=str(older))
+    result = user.wait(job)
     assert result.state == "COMPLETED", result
     assert f"\nResuming from {older / newest.name}\n" in result.output, result

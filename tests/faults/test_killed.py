@@ -35,7 +35,7 @@ def test_killed(user, same_end, moment):
         # Nothing was trained: it might fail for ever.
         assert user.wait(job).state == "FAILED"
     else:
-        user.until(job, "^job.sh: status .*: to be requeued$")
+        user.until(job, "^job.sh: status .*: starts again, to resume$")
     assert time.monotonic() - start < 60
     output = user.log(job)
     died = (
@@ -58,7 +58,7 @@ def test_rank_0_raises(user, same_end):
     user.until_file(job, "*-step-000001.pt")
     assert user.kill("node1", "main.py", signal.SIGINT) == 0  # raises KeyboardInterrupt
     start = time.monotonic()
-    user.until(job, "^job.sh: status .*: to be requeued$")
+    user.until(job, "^job.sh: status .*: starts again, to resume$")
     assert time.monotonic() - start < 60
     result = same_end(job)
     assert "KeyboardInterrupt" in result.output, result
@@ -115,4 +115,4 @@ def test_killed_without_progress(user):
     assert result.state == "FAILED", result
     assert result.restarts == 1
     (error,) = result.find("^job.sh: error: .*")
-    assert "no new checkpoint since this start: not requeued" in error, result
+    assert re.search(r"no new checkpoint in .*: not started again", error), result

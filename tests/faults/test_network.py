@@ -56,7 +56,7 @@ def test_network_fails(user, same_end, what, length):
         user.run(["sleep", "4"])  # as long as the fault lasts
     change("up", "del")
     result = same_end(job, restarts=length == "long")
-    if length == "long" and "to be requeued" not in result.output:
+    if length == "long" and "starts again" not in result.output:
         # Slurm did it, because it missed node1: what the first start had there is left,
         # until somebody restarts the node, or the next job of this user removes it.
         user.cluster.crash("node1")

@@ -20,9 +20,7 @@ from slurm_jobs import (
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-NO_PROGRESS = (
-    r"job.sh: error: status \d+, and no new checkpoint since this start: not requeued"
-)
+NO_PROGRESS = r"job.sh: error: status \d+, no new checkpoint in .*: not started again"
 
 
 def preempt(user: User, job: str, rank: int) -> None:
@@ -85,8 +83,7 @@ def test_requeue_by_hand(user, same_end):
     def job_sh_has_ended() -> bool:
         stop(rank)  # Slurm makes it go on, so that it takes the signal to end
         # It may still be saving, with files there.
-        there = user.on("node1", "test", "-d", f"/tmp/slurm-job-{job}-cluster")
-        assert there.exit_code == 0, user.log(job)
+        assert user.job_folder(job), user.log(job)
         return "slurm_script" not in user.cluster.processes("node1")
 
     user.until_found(job, job_sh_has_ended, "end of job.sh", 60, 0.001)
@@ -166,7 +163,10 @@ def test_preempted_before_the_first_step(user):
         user.signal_at_start(job, "main.py", signal.SIGSTOP)
         preempt(user, job, user.pid("node2", "main.py"))
         result = user.wait(job)
-    assert result.find("^job.sh: status .*: to be requeued$") and result.restarts == 1
+    assert (
+        result.find("^job.sh: status .*: starts again, to resume$")
+        and result.restarts == 1
+    )
     assert not ASKED_TO_STOP.search(result.output), result
 
 
@@ -233,7 +233,8 @@ def test_cancelled_while_it_tidies_up(user):
     """Cancelled after the warning, but before its requeue, a job does not come back."""
     job = user.train("--epochs=99", "--save-steps=3")
     user.until_file(job, "*-step-000003.pt")
-    files = f"mkdir /tmp/slurm-job-{job}-cluster/many; cd $_; seq 500000 | xargs touch"
+    folder = user.job_folder(job, "node2")
+    files = f"mkdir {folder}/many; cd $_; seq 500000 | xargs touch"
     user.on("node2", "bash", "-c", files)
     user.warn(job)
 
@@ -279,7 +280,7 @@ def test_busy_controller(user, same_end, tmp_path, command, instead):
     assert environment(user.pid("node1", "main.py"))["MASTER_PORT"] != port
     result = same_end(job)
     assert list(tmp_path.glob("scontrol.*")), "it was never busy"
-    assert "not requeued" not in result.output, result
+    assert "not started again" not in result.output, result
 
 
 @pytest.mark.parametrize("answers", every_case(0, 1))
@@ -316,18 +317,18 @@ def test_slow_disk_at_the_end(user, same_end, tmp_path):
     """What job.sh cannot remove in time costs no requeue."""
     rm = tmp_path / "rm"
     # For the job's folder itself, it takes for ever.
-    wait = "[[ $* != */slurm-job-+([0-9])-cluster ]] || exec sleep infinity"
+    wait = "[[ $* != */slurm-job-+([0-9])-cluster.* ]] || exec sleep infinity"
     rm.write_text(f'#!/bin/bash\n{wait}\n/bin/rm "$@"\n')
     rm.chmod(0o755)
     # Slurm warns the job at once when it gets a limit of three minutes.
-    flags = [*TWO, "--signal=USR1@175", "--time=10"]
+    flags = [*TWO, "--signal=B:USR1@175", "--time=10"]
     path = f"{tmp_path}:{user.env['PATH']}"
     job = user.train(*EPOCHS, "--save-steps=3", "--timeout=900", flags=flags, PATH=path)
     rank = user.stop_rank(job)
     assert user.run(["scontrol", "update", f"job={job}", "TimeLimit=3"]).exit_code == 0
     user.until_pending(job, rank, signal.SIGUSR1)
     os.kill(rank, signal.SIGCONT)
-    user.until(job, "^job.sh: status .*: to be requeued$", timeout=240)
+    user.until(job, "^job.sh: status .*: starts again, to resume$", timeout=240)
     rm.unlink()
     user.run(["scontrol", "update", f"job={job}", "TimeLimit=10"])
     same_end(job)

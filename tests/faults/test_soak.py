@@ -31,7 +31,7 @@ class Monkey:
             ),
             "SIGINT to rank 0": lambda: kill("node1", "main.py", signal.SIGINT),
             "the warning before the time limit": lambda: self.run(
-                f"scancel --signal=USR1 {job}"
+                f"scancel --batch --signal=USR1 {job}"
             ),
             "scontrol requeue": lambda: self.run(f"scontrol requeue {job}"),
             "preempted, GraceTime 0": lambda: self.preempt(0),

@@ -9,6 +9,7 @@ import pytest
 from slurm_jobs import IMAGENET_EPOCH_LINE, REPOSITORY, call, listings
 
 PAGE = (REPOSITORY / "docs" / "after_a_job.rst").read_text()
+QUEUE = (REPOSITORY / "docs" / "first_aid" / "queue.rst").read_text()
 ONE = "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --mem=2G"
 
 
@@ -18,7 +19,7 @@ def test_when_will_it_start(jobs):
     running = jobs.submit("", *ONE.split(), "--wrap=sleep 1000")
     after = [f"--dependency=afterok:{running}", "--mail-type=END,FAIL"]
     waiting = jobs.submit("", *ONE.split(), *after, "--wrap=:")
-    (command,) = re.findall(r"^    (squeue --me --start)$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^    (squeue --me --start)$", QUEUE, re.MULTILINE)
     listed = jobs.run(command.split()).output.splitlines()
     assert "START_TIME" in listed[0], listed
     assert waiting in [row.split()[0] for row in listed[1:]], listed

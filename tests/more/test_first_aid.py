@@ -30,6 +30,7 @@ ENDS = {
     "137:0": PYTHON.format("os.kill(os.getpid(), 9)"),
     "139:0": PYTHON.format("os.kill(os.getpid(), 11)"),
     "143:0": PYTHON.format(VICTIM),
+    "152:0": PYTHON.format("os.kill(os.getpid(), 24)"),
     "0:9": "kill -9 $$",
     "0:15": "scancel $SLURM_JOB_ID; exec sleep 60",
 }

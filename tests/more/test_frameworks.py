@@ -14,12 +14,13 @@ SCRIPTS = REPOSITORY / "docs" / "your_training"
 FLAGS = "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --mem=4G"
 # An epoch and its loss, in the words of the script or the library.
 LINES = {
-    "accelerate": r"^Epoch (\d+: loss \d\.\d{4})$",
-    "lightning": r"^Epoch (\d+: loss \d\.\d{4})$",
+    "accelerate": r"^Epoch (\d+: loss \d\.\d{4}.*)$",
+    "lightning": r"^Epoch (\d+: loss \d\.\d{4}.*)$",
     "trainer": r"^\{('eval_loss': '\S*'), .*( 'epoch': '\d+')\}$",
 }
 
 
+CASES = ["plain", "epochs of five steps", "crops and workers", "its own state"]
 # A loader with these has workers, and samples that are not the same in each epoch.
 CROPS = """
 import random
@@ -64,9 +65,45 @@ WITH_CROPS = {
         "train_dataset=dataset": "data_collator=collate, train_dataset=train_set",
         "eval_dataset=dataset": "eval_dataset=Seeded()",
         "    disable_tqdm": "    dataloader_num_workers=2,\n    disable_tqdm",
-        "    def on_step_end": "    def on_epoch_begin",
+        "\n    def on_step_end": "    # Trainer",
     },
 }
+
+
+# What a library keeps from epoch to epoch: a schedule's steps, who has been patient.
+SCHEDULE = "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5 * len(loader))"
+EARLY = "L.pytorch.callbacks.EarlyStopping('loss', min_delta=10.0, patience=3)"
+WITH_STATE = {
+    "accelerate": {
+        "run_dir = ": f"scheduler = accelerator.prepare({SCHEDULE})\nrun_dir = ",
+        "        done += ": "        scheduler.step()\n        done += ",
+        '{loss:.4f}"': '{loss:.4f} rate {scheduler.get_last_lr()[0]:.6f}"',
+    },
+    "lightning": {"[SaveAndStop()]": f"[SaveAndStop(), {EARLY}]"},
+    "trainer": {
+        "import Trainer,": "import EarlyStoppingCallback, Trainer,",
+        "[SaveAndStop()]": "[EarlyStoppingCallback(3, 10.0), SaveAndStop()]",
+        "    disable_tqdm": "    save_strategy='epoch',\n    disable_tqdm",
+        "    ddp_find": """    load_best_model_at_end=True,
+    metric_for_best_model="loss",
+    train_sampling_strategy="group_by_length",
+    length_column_name="length",
+    ddp_find""",
+        "args = Training": """from datasets import Dataset
+lengths = (points[:, 0] * 7).int().tolist()
+dataset = {"inputs": points, "labels": targets, "length": lengths}
+dataset = Dataset.from_dict(dataset).with_format("torch")
+args = Training""",
+        "inputs, labels)": "inputs, labels, length=None)",
+    },
+}
+
+
+def change(text: str, changes: dict[str, str]) -> str:
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
 
 
 def add_crops(name: str, text: str) -> str:
@@ -77,10 +114,7 @@ def add_crops(name: str, text: str) -> str:
     text = text.replace(data_set, f"{data_set}{head}{seeded}\n\nyour_data = {made}")
     *changes, (place, page_lines) = WITH_CROPS[name].items()
     lines = listing("your_training.rst", page_lines.strip())
-    for old, new in [*changes, (place, lines + place)]:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return text
+    return change(text, dict([*changes, (place, lines + place)]))
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +136,8 @@ def submit(jobs: Jobs, folder: Path, name: str, case: str, environment: Path) ->
         text = text.replace("epochs=5", "epochs=60")
     if case == "crops and workers":
         text = add_crops(name, text)
+    if case == "its own state":
+        text = change(text, WITH_STATE[name])
     (folder / "main.py").write_text(text)
     (folder / ".venv").symlink_to(environment)
     return jobs.submit(folder, *FLAGS.split(), "job.sh", OMP_NUM_THREADS="1")
@@ -126,7 +162,7 @@ def interrupt(jobs: Jobs, job: str, line: str, number: signal.Signals):
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("case", ["plain", "epochs of five steps", "crops and workers"])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", every_case(*LINES))
 def test_goes_on_in_the_middle_of_an_epoch(jobs, environment, tmp_path, name, case):
     """Warned of the time limit, then of a preemption: the losses are the same."""
@@ -139,8 +175,12 @@ def test_goes_on_in_the_middle_of_an_epoch(jobs, environment, tmp_path, name, ca
     assert (result.state, expected.state) == ("COMPLETED", "COMPLETED"), result
     assert result.restarts == 2, result
     epochs = 60 if case == "epochs of five steps" else 5
+    if case == "its own state" and name != "accelerate":
+        epochs = 4  # the first, and three without progress
     assert len(losses(expected.output, line)) == epochs, expected
     assert losses(result.output, line) == losses(expected.output, line), result
     if case == "crops and workers":  # Trainer may draw the sample a second time
         drawn = dict.fromkeys(expected.find("^drawn in epoch (.)"))
         assert list(drawn) == list("01234"), expected
+    if case == "its own state" and name == "accelerate":
+        assert losses(expected.output, line)[-1].endswith("rate 0.000000"), expected

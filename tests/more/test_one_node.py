@@ -4,14 +4,16 @@ And what it takes of its memory.
 """
 
 import ctypes
+import functools
 import os
 import resource
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-from test_checkpoint import draw, files, load, names, refused, run_ranks, write
+from test_checkpoint import RECIPE, begin, files, load, names, refused, run_ranks, write
 from test_imagenet_training import DUMMY, data, options, run_to_its_end
 
 pytestmark = pytest.mark.timeout(400)
@@ -54,15 +56,15 @@ def test_a_folder_of_one_node(tmp_path):
 
 def load_and_look(folder: Path, megabytes: int) -> int:
     """Go on from a checkpoint; return by how much the memory's peak rose."""
-    run = draw(1, 1, 2**10 * megabytes)
+    torch.nn.Linear(2**18 * megabytes, 1)  # the weights, and nothing else, before
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run.load_state_dict(load(folder))
+    begin(folder, 3, RECIPE, 2**10 * megabytes)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 2**10
 
 
 def test_memory(tmp_path):
     """A rank copies a checkpoint once at most, whoever reads it."""
-    run_ranks(1, write, tmp_path, (1, 1, 2**18))
+    run_ranks(1, functools.partial(write, kilobytes=2**18), tmp_path, (1, 1))
     rose = run_ranks(2, load_and_look, tmp_path, 2**8)
     # The file's own pages count, too, which the two ranks share.
     assert all(megabytes < 2.3 * 2**8 for megabytes in rose), rose

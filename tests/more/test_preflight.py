@@ -63,7 +63,7 @@ def test_a_good_allocation(jobs, tmp_path, launcher):
         zip(rows(result, "rank +node"), rows(result, "node +mem"), strict=True)
     ):
         name = f"node{number + 1}"
-        disk = rf"/tmp/slurm-job-{result.job}-cluster\.\d+ \d\.\d GB {speed} {speed}"
+        disk = rf"/tmp/slurm-job-{result.job}-cluster\.\w+ \d\.\d GB {speed} {speed}"
         for row, pattern in (
             (rank, rf"{number} {name} none of 1 {cpus} \(\S+\) (\S+)"),
             (node, rf"{name} (\S+) 2\.0 {disk}"),

@@ -95,7 +95,7 @@ def test_a_line_for_each_task_of_an_array(jobs: Jobs, project):
     jobs.until(tasks[5], "^Told ")
     results = [jobs.wait(task) for task in tasks[:5]]
     sweep.write_text("--other\n" * 6)
-    jobs.run(["scancel", "--signal=USR1", tasks[5]])
+    jobs.run(["scancel", "--batch", "--signal=USR1", tasks[5]])
     jobs.until(tasks[5], "^Told .* true")
     (folder / "go").touch()
     results.append(jobs.wait(tasks[5]))
@@ -143,7 +143,7 @@ def test_several_at_once(jobs: Jobs, project):
 
     waiting(1)
     sweep.write_text("--other\n")
-    jobs.run(["scancel", "--signal=USR1", job])
+    jobs.run(["scancel", "--batch", "--signal=USR1", job])
     waiting(2)
     jobs.run(["scontrol", "requeue", job])
     waiting(3)
@@ -191,10 +191,54 @@ def test_a_line_that_fails_ends_no_other(jobs: Jobs, project):
     result = jobs.wait(job)
     assert result.find("^Line (.*)$")[-1] == "1: ended with status 3", result
     assert result.output.count("Line 2: ended with status 0\n") == 1, result
-    log = (folder / "runs" / job / "3" / "log").read_text()
-    assert "unexpected EOF while looking for matching `''" in log, log
-    log = (folder / "runs" / job / "4" / "log").read_text()
-    assert "syntax error near unexpected token `&'" in log, log
+    for number, said in {
+        3: "unexpected EOF while looking for matching `''",
+        4: "syntax error near unexpected token `&'",
+    }.items():
+        error = f"each_line: error: sweep.txt: line {number}: {said}\n"
+        assert error in result.output, result
+        log = folder / "runs" / job / str(number) / "log"
+        assert log.read_text() == error * (result.restarts + 1), result
+
+
+def test_words_of_a_line(tmp_path):
+    """A run has the words of its line, or one line of the log says why not."""
+    lines = {
+        "--lr 0.1 --glob * --run $RUN_DIR": [
+            "--lr",
+            "0.1",
+            "--glob",
+            "*",
+            "--run",
+            "7/1",
+        ],
+        "--lr 0.1 \\": "it ends in a backslash: a run is one line",
+        "--data $SCRATHC/x": "SCRATHC: unbound variable",
+        "--name a&b": "syntax error near unexpected token `&'",
+        "--lr 0.2": ["--lr", "0.2"],
+    }
+    (tmp_path / "sweep.txt").write_text("\n".join(lines))
+    env = {"LOCAL_JOB_DIR": str(tmp_path), "SLURM_NNODES": "1", "SLURM_LOCALID": "2"}
+    # What a rank has of job.sh, and of an MPI that Slurm knows.
+    env |= {"RUN_DIR": "7", "RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3"}
+    env |= {"PMI_RANK": "2", "PMI_SIZE": "3", "PMIX_RANK": "2"}
+    env |= {"OMPI_COMM_WORLD_SIZE": "3", "MV2_COMM_WORLD_SIZE": "3"}
+    ranks = (
+        "env | grep -E '^(PMI|OMPI|MV2)|RANK|WORLD_SIZE' | sort; printf '%s\\n' \"$@\""
+    )
+    command = [RUNS / "each_line", "sweep.txt", "bash", "-c", ranks, "bash"]
+    result = call(command, cwd=tmp_path, env=HOME | env)
+    assert result.exit_code == 1, result
+    errors = result.find("^each_line: error: sweep.txt: line (.*)$")
+    alone = ["LOCAL_RANK=0", "RANK=0", "WORLD_SIZE=1"]
+    for number, expected in enumerate(lines.values(), 1):
+        log = (tmp_path / "7" / str(number) / "log").read_text().splitlines()
+        if isinstance(expected, list):
+            assert log == alone + expected, log
+        else:
+            assert f"{number}: {expected}" in errors, result
+            assert log == [f"each_line: error: sweep.txt: line {number}: {expected}"]
+    assert len(errors) == 3, result
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -320,7 +364,7 @@ def test_search(jobs: Jobs, project, frameworks):
     tasks = [f"{array}_{number}" for number in range(1, 5)]
     warned, requeued, killed, undisturbed = tasks
     for task, end in (
-        (warned, ["scancel", "--signal=USR1"]),
+        (warned, ["scancel", "--batch", "--signal=USR1"]),
         (requeued, ["scontrol", "requeue"]),
         (killed, ["scancel", "--signal=KILL"]),
     ):
@@ -468,7 +512,7 @@ def test_how_busy(jobs: Jobs, project, path):
         return len(counts) == 2 and min(counts) >= 2
 
     jobs.until_found(job, sampled, "samples of both nodes", 60)
-    jobs.run(["scancel", "--signal=USR1", job])
+    jobs.run(["scancel", "--batch", "--signal=USR1", job])
     jobs.until_found(job, lambda: len(told(jobs.log(job))) == 8, "a requeue", 300)
     (folder / "go").touch()
     result = jobs.wait(job)

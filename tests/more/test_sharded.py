@@ -268,7 +268,7 @@ def test_job(jobs, ranks, make, frameworks):
 
     job = submit("2 x 1")
     jobs.until(job, "^Step 2:")
-    jobs.run(["scancel", "--signal=USR1", job])
+    jobs.run(["scancel", "--batch", "--signal=USR1", job])
     name = jobs.until(job, rf"^Saved runs/{job}/(checkpoint-\d+)$")[1]
     shutil.copytree(folder / "runs" / job / name, folder / "kept" / name)
     result = jobs.wait(job)

@@ -100,7 +100,7 @@ def test_sbatch(jobs):
         command = [*SMALL, *flags, script, *arguments]
         submitted[name] = jobs.submit(folder, *command, TASK_PROLOG=OF_THE_JOB)
     for name, job in submitted.items():
-        own = rf"{SITE}/root.{job}.0/slurm-job-{job}-cluster(\.\d+)?"
+        own = rf"{SITE}/root.{job}.0/slurm-job-{job}-cluster\.\w+"
         finished(jobs.wait(job), name, own)
 
 

@@ -73,11 +73,10 @@ def start_watch(folder: Path, timeout=600, steps_done=0, compile=False) -> watch
     args = argparse.Namespace(
         timeout=timeout, compile=compile, profile=False, wandb=None
     )
-    run = argparse.Namespace(
-        id="1a2b", scheduler=argparse.Namespace(last_epoch=steps_done)
-    )
+    scheduler = argparse.Namespace(last_epoch=steps_done)
+    run = argparse.Namespace(id="1a2b", scheduler=scheduler, folder=folder)
     watching = watch.Watch(args)
-    watching.begin(folder, CPU, run)
+    watching.begin(run, 6, CPU)
     return watching
 
 
@@ -395,7 +394,8 @@ def test_wandb(tmp_path):
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     (name, losses), (again, more) = map(read_wandb, files)
     # Not by the name of its folder: another run may have one of that name.
-    run = torch.load(second.newest(), weights_only=True)["id"]
+    saved = torch.load(second.newest(), weights_only=True)["resume"]
+    run = watch.resume.unpack(saved["_own"][0]["id"])
     assert name == again == f"project/{run}" and len(run) == 32
     assert list(losses) == list(range(1, requeued_at + 1))
     assert set(range(requeued_at + 1, promised)) <= set(more)
@@ -430,7 +430,6 @@ def measure_usage(folder: Path) -> tuple[dict[str, float], str]:
     for load_for, work_for in ((0.2, 0), (0.05, 0.05)):
         for _ in watching.batches(load(load_for)):
             time.sleep(work_for)
-            assert watching.steps_per_second() > 0  # a step counts before it ends
     speed = watching.speed(1)
     watching.close()
     return speed

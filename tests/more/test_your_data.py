@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -45,18 +47,6 @@ config = BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers
 BertForSequenceClassification(config).save_pretrained(folder)
 """
 
-NUMBERS = """
-train_set = [(x, float(x.sum())) for x in torch.rand(64, 8)]
-valid_set = train_set[:20]
-
-
-def build_model():
-    model = nn.Linear(8, 1)
-    model.register_buffer("mask", torch.tensor(-torch.inf))  # it is no NaN
-    return model
-
-
-"""
 # Images that Pillow has opened, and the masks of their reddish squares.
 MASKS = """
 import numpy as np
@@ -73,7 +63,9 @@ class Masks:
 
     def __getitem__(self, index):
         colors = np.random.default_rng(index).integers(256, size=(4, 4, 3))
-        mask = Image.fromarray((colors[..., 0] > colors[..., 1]).astype(np.uint8))
+        mask = (colors[..., 0] > colors[..., 1]).astype(np.uint8)
+        mask[:, : 4 if index % 2 else 2] = 255  # nobody has labelled it
+        mask = Image.fromarray(mask)
         image = Image.fromarray(colors.astype(np.uint8)).resize((40, 40), 0)
         mask = mask.resize((40, 40), 0)
         {both}
@@ -122,6 +114,7 @@ def write_tables(
 def to_arrow(frameworks: Path, folder: Path, *lists: list) -> str:
     python = [frameworks / "bin" / "python", "-c", TO_ARROW, FOLDER / "to_arrow.py"]
     env = ALONE | OFFLINE | {"HF_HOME": str(folder / "cache")}
+    env["PYTHONPATH"] = str(FOLDER)  # for labels.py: runpy does not look there
     lists = [json.dumps(arguments) for arguments in lists]
     result = call([*python, *lists], cwd=folder, env=env, timeout=400)
     assert result.exit_code == 0 and "Traceback" not in result.output, result
@@ -202,8 +195,10 @@ def test_tables(tmp_path, monkeypatch, capsys):
         return runpy.run_path(str(FOLDER / "table.py"))
 
     found = read("é 1.JPG , dog ", "bad.jpg,cat")["train_set"]
-    assert capsys.readouterr().out == "2 classes, in this order: ['cat', 'dog']\n"
-    assert found.classes == ["cat", "dog"] and len(found) == 3
+    said = "2 classes, in this order: ['cat', 'dog']\n"
+    said += "1 files are in both tables, such as é 1.JPG\n"
+    assert capsys.readouterr().out == said
+    assert list(found.target_of) == ["cat", "dog"] and len(found) == 3
     image, label = found[1]
     assert image.shape == (3, 224, 224) and label == 1
     with pytest.raises(RuntimeError, match=r"^cannot read bad.jpg: "):
@@ -212,7 +207,30 @@ def test_tables(tmp_path, monkeypatch, capsys):
     write_tables(tmp_path, "path,label", numbers)
     monkeypatch.setenv("SLURM_PROCID", "1")
     found = runpy.run_path(str(FOLDER / "table.py"))["train_set"]
-    assert found.classes == ["-1", "0", "9", "10"] and not capsys.readouterr().out
+    assert list(found.target_of) == ["-1", "0", "9", "10"]
+    assert not capsys.readouterr().out
+    write_tables(tmp_path, "path,label", [*numbers, "é 1.JPG,nan"])
+    with pytest.raises(SystemExit, match=r"é 1.JPG: no class 'nan'$"):
+        runpy.run_path(str(FOLDER / "table.py"))
+    accents = [f"é 1.JPG,{name}" for name in ("caf\u00e9", "cafe\u0301", "NA")]
+    write_tables(tmp_path, "path,label", accents)
+    found = runpy.run_path(str(FOLDER / "table.py"))["train_set"]
+    assert found.target_of == {"NA": 0, "caf\u00e9": 1}
+    # What a job that comes back compares.
+    rows, settings = ["é 1.JPG,cat", "é 1.JPG,dog"], set()
+    for change in (rows, rows, [*rows, rows[0]], rows[::-1], ["é 1.JPG,fox", rows[1]]):
+        write_tables(tmp_path, "path,label", change, rows[1:])
+        settings.add(runpy.run_path(str(FOLDER / "table.py"))["data_settings"]["data"])
+    assert len(settings) == 4 and "2 and 1 rows, 2 classes, " in str(settings)
+    # A list of so many classes would take minutes, for each rank again.
+    write_tables(tmp_path, "path,label", [f"é 1.JPG,{n}" for n in range(40000)])
+    begin = time.process_time()
+    assert len(runpy.run_path(str(FOLDER / "table.py"))["train_set"]) == 40000
+    assert time.process_time() - begin < 10
+    monkeypatch.setenv("SLURM_LOCALID", "1")  # another rank of the node looks
+    write_tables(tmp_path, "path,label", ["no file,cat", "no file,dog"])
+    runpy.run_path(str(FOLDER / "table.py"))
+    monkeypatch.delenv("SLURM_LOCALID")
     few = "has no rows, or one class only"
     refused = {
         f"train.csv {few}": ((), {}),
@@ -267,6 +285,14 @@ def test_kinds_of_images(monkeypatch):
         assert to_rgb(opened).shape == (3, 40, 48)
     turned = Image.open(io.BytesIO(draw(exif=exif)))
     assert to_rgb(turned).shape == (3, 48, 40)
+    # A black shape on nothing, which is black where its transparency is left out.
+    shape = Image.new("RGBA", (48, 40))
+    shape.paste("black", (0, 0, 24, 40))
+    for image in (shape, shape.convert("LA"), shape.quantize(8)):
+        assert to_rgb(image)[:, 0].T.tolist() == [[0] * 3] * 24 + [[255] * 3] * 24
+    grey_shape = io.BytesIO()
+    Image.new("L", (8, 8)).save(grey_shape, "PNG", transparency=0)
+    assert to_rgb(Image.open(grey_shape)).unique().tolist() == [255]
     with pytest.raises(ValueError, match="floats"):
         to_rgb(Image.fromarray(grey.astype(np.float32)))
 
@@ -277,7 +303,8 @@ def test_what_to_arrow_refuses(frameworks, tmp_path):
     tables = {
         "floats": (["word,0.5", "word,1.5"] * 9, ()),
         "none": ([*two, "word,"], ()),
-        "no_word": ([*two, "NA,pos"], ()),
+        "no_word": ([*two, ",pos"], ()),
+        "numbers": (["a,1", "b,2"] * 9 + ["c,nan"], ()),
         "unknown": (two, ["word,fox"]),
         "one": (["word,pos"] * 9, ()),
         "empty": (two, [""]),
@@ -323,13 +350,13 @@ def test_what_to_arrow_refuses(frameworks, tmp_path):
     wrong = "label must be whole numbers or words, and none may be missing"
     utf8 = "name a folder, or a data set of the hub; save tables as CSV UTF-8\n"
     for line in (
-        f"floats: {wrong}\n",
-        f"none: {wrong}\n",
+        f"floats: {wrong}: train has 0.5 in row 0\n",
+        f"none: {wrong}: train has '' in row 18\n",
         "no_word: train: 1 rows have no text\n",
         "unknown: validation: label has {'fox'}, which is no class of train\n",
         "one: label has one class only, ['pos']\n",
         "empty: ValueError('Instruction \"validation\" corresponds to no data!'): ",
-        "known: validation: label has {None}, which is no class of train\n",
+        "numbers: train: label has {'nan'}, which is no class of train\n",
         "damaged: damaged/train/0.tar is cut or damaged",
         "mixed: train: 1 rows have no jpg\n",
         "called: it has 8 images, and only {'train': 2} become rows: the others are ",
@@ -338,6 +365,7 @@ def test_what_to_arrow_refuses(frameworks, tmp_path):
         "train: 9 rows, 2 classes\n    class 0, 1: 5 rows\n",
     ):
         assert line in said, f"{line}\n{said}"
+    assert re.search(f"known: ValueError.*: {utf8}", said), said
     assert re.search(f"cp1252: UnicodeDecodeError.*: {utf8}", said), said
     assert re.search(f"one/train.csv: .*one/train.csv.*: {utf8}", said), said
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"shards", "turned"}
@@ -357,6 +385,7 @@ def test_labels(frameworks, tmp_path):
         "words": ["a, pos", "b,neg "] * 9,
         "bools": ["a,TRUE", "b,FALSE"] * 9,
         "numbers": ["a,10", "b,9", "c,2"] * 9,
+        "accents": ["None,NA", "b,caf\u00e9", "c,cafe\u0301"] * 9,
     }
     for name, rows in kinds.items():
         write_tables(tmp_path / name, "input,label", rows)
@@ -376,9 +405,57 @@ def test_labels(frameworks, tmp_path):
         ["0, neg", "1, pos"],
         ["0, False", "1, True"],
         ["0, 2", "1, 9", "2, 10"],
+        ["0, NA", "1, caf\u00e9"],
         ["0, -1", "1, 9", "2, 10"],
     ], said
     assert not (tmp_path / "out" / "words" / "test").exists()
+    assert "2 inputs of validation are in train, too\n" in said, said
+
+
+READ = """
+import sys
+from hugging_face import train_set
+print(train_set[0], flush=True)
+sys.stdin.readline()
+print({train_set.rows.features["label"].int2str(label) for _, label in train_set})
+"""
+SETTINGS = "import hugging_face; print(hugging_face.data_settings)"
+
+
+def test_to_arrow_again(frameworks, tmp_path):
+    """A job reads on. The new data is there when it is whole. A class is held out."""
+    accents = [unicodedata.normalize(form, "café") for form in ("NFC", "NFD")]
+    for folder, names in (("old", "abc"), ("new", ["b", "d", *accents])):
+        for name in names:
+            (tmp_path / folder / name).mkdir(parents=True)
+            for number in range(10 if folder == "old" or name in "bd" else 5):
+                (tmp_path / folder / name / f"{number}.jpg").write_bytes(draw())
+    again = ["new", "images", "image", "label"]
+    said = to_arrow(frameworks, tmp_path, ["old", *again[1:]])
+    assert "validation: 3 rows, 3 classes\n" in said, said  # a tenth of each
+    env = ALONE | OFFLINE | {"PYTHONPATH": str(FOLDER)}
+    python = [frameworks / "bin" / "python", "-c"]
+    options = {"cwd": tmp_path, "env": env, "text": True, "stdout": subprocess.PIPE}
+    job = subprocess.Popen([*python, READ], stdin=subprocess.PIPE, **options)
+    job.stdout.readline()
+    before = call([*python, SETTINGS], cwd=tmp_path, env=env)
+    # While it writes, it is interrupted: nothing has changed.
+    script = [*python, TO_ARROW, FOLDER / "to_arrow.py", json.dumps(again)]
+    writer = subprocess.Popen(script, **options | {"env": env | {"HF_HOME": "cache"}})
+    while not (tmp_path / "images.partial").exists():
+        assert writer.poll() is None
+    writer.kill()
+    writer.communicate()
+    assert call([*python, SETTINGS], cwd=tmp_path, env=env) == before
+    said = to_arrow(frameworks, tmp_path, again, again)
+    assert "class 1, café: 9 rows\n" in said and "3 classes" in said, said
+    assert "What images was is images.old now: remove it when no job reads it" in said
+    assert "images.old is there: remove it when no job reads it" in said
+    assert not (tmp_path / "images.partial").exists()
+    after = call([*python, SETTINGS], cwd=tmp_path, env=env)
+    assert after.exit_code == 0 and after != before
+    assert job.communicate("\n", timeout=60)[0].count("'") == 6  # a, b, c
+    assert job.returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["numbers", "masks"])
@@ -386,30 +463,50 @@ def test_numbers_and_masks(kind, tmp_path):
     """The lines of the page, in main.py, train and validate."""
     splice(tmp_path, "table.py")
     lines = [line.strip() for line in re.findall("^    .*", PAGE, re.MULTILINE)]
-    loss, answers, numbers, pixels, names, crop, both, give = (
+    targets, valid, loss, answers, numbers, names, crop, both, give, *mask_loss = (
         next(line for line in lines if line.startswith(words))
         for words in (
-            *("loss = F.mse", "answers =", "correct[0]", "correct[1]"),
+            *("self.target_of = {", 'valid_set = Table("validation.csv", center_crop)'),
+            *("loss = F.mse", "answers =", "correct[0]"),
             *("from torchvision", "crop = v2", "image, mask =", "return image, mask"),
+            *("labels =", "loss = F.cross", "loss /=", "correct[1]"),
         )
     )
     main = (tmp_path / "main.py").read_text()
-    start, end = main.index("import csv"), main.index("class Seeded")
-    block = NUMBERS
+    changes = {"self.target_of =": targets, "valid_set = Table": valid}
+    changes |= {"loss = F.": loss, "answers =": answers, "correct[0] +=": numbers}
     if kind == "masks":
+        start, end = main.index("import os\n\nfrom crops"), main.index("class Seeded")
         block = MASKS.format(names=names, crop=crop, both=both, give=give)
-    main = main[:start] + block + main[end:]
-    changes = {"loss = F.cross": loss, "answers =": answers, "correct[0] +=": numbers}
-    if kind == "masks":
-        changes = {"correct[1] +=": pixels}
+        main = main[:start] + block + main[end:]
+        *mask_loss, pixels = mask_loss
+        changes = {"loss = F.": mask_loss, "correct[1] +=": pixels}
     for old, new in changes.items():
-        main, count = re.subn(rf"(?m)^( +){re.escape(old)}.*", rf"\g<1>{new}", main)
+        new = "".join(rf"\g<1>{line}\n" for line in ([new] if new in lines else new))
+        main, count = re.subn(rf"(?m)^( +|){re.escape(old)}.*\n", new, main)
         assert count == 1, old
+    main = main.replace("(num_classes=len(train_set.target_of))", "(num_classes=1)")
     (tmp_path / "main.py").write_text(main)
-    command = [sys.executable, "main.py", "--batch-size=4", "--learning-rate=0.05"]
-    result = call([*command, "--epochs=9"], cwd=tmp_path, env=ALONE, timeout=400)
+    prices = [f"{number}.jpg,{number / 64}" for number in range(64)]
+    for number in range(64):
+        grey = Image.new("L", (40, 40), 4 * number)
+        grey.save(tmp_path / f"{number}.jpg")
+    write_tables(tmp_path, "path,label", prices, prices[:20])
+    command = [sys.executable, "main.py", "--learning-rate=0.005"]
+    command.append(f"--batch-size={1 if kind == 'masks' else 4}")
+    result = call([*command, "--epochs=5"], cwd=tmp_path, env=ALONE, timeout=400)
     assert result.find("^Saved ./model.pt$"), result
     found = result.find(r"loss (\S+) over 64 .* valid accuracy (\S+)% of (\d+)$")
-    assert len(found) == 9 and float(found[-1][0]) < float(found[0][0]), result
-    assert 0 < float(found[-1][1]) <= 100, result
-    assert found[-1][2] == ("20" if kind == "numbers" else str(20 * 32**2))
+    assert len(found) == 5 and float(found[-1][0]) < float(found[0][0]), result
+    if kind == "masks":
+        # Of what has a label: less than half of every other image.
+        assert float(found[-1][1]) > 80, result
+        assert 0 < int(found[-1][2]) < 10 * 32 * 32, result
+        return
+    assert 0 < float(found[-1][1]) <= 100 and found[-1][2] == "20", result
+    for label in ("nan", "", "inf"):
+        prices[17] = f"17.jpg,{label}"
+        write_tables(tmp_path, "path,label", prices, prices[:12])
+        result = call([*command, "--epochs=1"], cwd=tmp_path, env=ALONE)
+        error = f"main.py: error: train.csv: 17.jpg: no class '{label}'\n"
+        assert result.output == error, result

@@ -261,7 +261,7 @@ def test_it_comes_back_and_goes_on(jobs, ranks, own, own_folder):
     """
     happens = {"AT_0_10": WAIT, "AT_2_5": WAIT}
     happens["AT_IMPORT"] = ONCE + "print('imports', flush=True); time.sleep(600)"
-    limits = ["--signal=USR1@175", "--time=10"]
+    limits = ["--signal=B:USR1@175", "--time=10"]
     job = jobs.submit(own_folder, *TWO, *limits, "job.sh", **happens)
     jobs.until(job, "(?s)(imports.*){2}")
     sleep = "--wrap=exec sleep infinity"
@@ -348,7 +348,7 @@ def test_what_comes_back(jobs, tmp_path):
     fails = [submit(happens, *ONE) for happens in ("fails", "full")]
     cancelled = submit("warned", *ONE)
     requeued = submit("warned", *ONE)
-    limited = submit("warned", *TWO, "--signal=USR1@175", "--time=10")
+    limited = submit("warned", *TWO, "--signal=B:USR1@175", "--time=10")
     nothing = submit("", *ONE, DATA_ARCHIVE="/nowhere.tar")
     (tmp_path / "data").mkdir()
     for number in range(9):
@@ -386,7 +386,7 @@ def test_what_comes_back(jobs, tmp_path):
     )
     fill = f"cat /dev/zero > {disk}/rest; cat /dev/zero >> {disk}/log"
     assert "No space left" in jobs.on("node1", "sh", "-c", fill).output
-    jobs.run(["scancel", "--signal=USR1", unsaid])
+    jobs.run(["scancel", "--batch", "--signal=USR1", unsaid])
     jobs.until_found(
         unsaid, lambda: jobs.show(unsaid)["Restarts"] == "1", "a requeue", 120
     )
@@ -406,7 +406,7 @@ def test_what_comes_back(jobs, tmp_path):
     assert ended(nothing, "FAILED", 0).find(line)
     ended(whole, "COMPLETED", 0)
     assert ended(cut, "FAILED", 0).find("^job.sh: error: .*/cut.tar is cut$")
-    line = f"^job.sh: error: move runs/{number} away: it is not empty$"
+    line = f"^job.sh: error: runs/{number} is an earlier job's: move it away, or "
     assert ended(number, "FAILED", 0).find(line)
     assert jobs.show(cancelled)["Restarts"] == "0"
     for task in (f"{array}_1", f"{array}_2"):

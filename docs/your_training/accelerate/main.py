@@ -18,7 +18,10 @@ os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
 # Its order of the samples follows from the seed and the epoch.
 loading = DataLoaderConfiguration(use_seedable_sampler=True)
 cpu = not torch.cuda.is_available()  # without it, ranks on CPUs would train alone
-accelerator = Accelerator(cpu=cpu, dataloader_config=loading)
+# Or a scheduler would step as often as there are ranks.
+accelerator = Accelerator(
+    cpu=cpu, dataloader_config=loading, step_scheduler_with_optimizer=False
+)
 torch.manual_seed(0)
 points = torch.rand(16384, 2)  # your data
 dataset = TensorDataset(points, (points.square().sum(1) < 0.64).long())

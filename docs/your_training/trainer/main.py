@@ -21,6 +21,9 @@ folder = Path(run_dir, f"{os.environ['WORLD_SIZE']}-ranks")
 
 
 class SaveAndStop(TrainerCallback):
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        torch.manual_seed(hash((args.seed, int(state.epoch))))  # of group_by_length
+
     def on_step_end(self, args, state, control, **kwargs):
         self.stop = 0
         if state.global_step % 10 == 0 and state.epoch % 1 > 0:  # no epoch's last step
@@ -58,6 +61,7 @@ args = TrainingArguments(
     eval_strategy="epoch",
     per_device_eval_batch_size=4096,
     save_total_limit=2,
+    restore_callback_states_from_checkpoint=True,  # such as EarlyStoppingCallback's
     ddp_find_unused_parameters=False,
     disable_tqdm=True,
 )
