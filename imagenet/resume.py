@@ -49,7 +49,13 @@ for each in (signal.SIGUSR1, signal.SIGTERM):
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler  # noqa: E402
+from torch.utils.data import (  # noqa: E402
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 # The same on all ranks: rank 0's is saved. All else is each rank's own.
 SHARED = (
@@ -237,7 +243,9 @@ class Run:
         if isinstance(items, DataLoader):
             if replicas := getattr(items.sampler, "num_replicas", 0):
                 turns = level.done * len(self._own) // replicas
-                level.done = turns - turns % group
+                turns -= turns % group
+                self.step += turns - level.done
+                level.done = turns
             order = self._set_order(items)
             if items.batch_sampler and not isinstance(items.dataset, IterableDataset):
                 return load_rest(items, level.done, order)
@@ -251,8 +259,9 @@ class Run:
 
     def _set_order(self, loader: DataLoader) -> int:
         """Let a loader's order follow from its place in the run. Return its seed."""
-        # Without a DistributedSampler, each rank has an order of its own.
-        own = rank() if type(loader.sampler) is RandomSampler else 0
+        # These know nothing of other ranks: each rank has an order of its own.
+        alone = RandomSampler, WeightedRandomSampler, SubsetRandomSampler
+        own = rank() if isinstance(loader.sampler, alone) else 0
         order = make_seed(self._seed, "order", *self._where()[:-1], own)
         for part in (loader.dataset, loader.sampler, loader.batch_sampler, loader):
             if hasattr(part, "set_epoch"):
@@ -337,10 +346,6 @@ class Run:
         def write_and_tidy() -> None:
             write(path, state | {"resume": about})
             with contextlib.suppress(OSError):  # the checkpoint is whole
-                if got_further and "GOT_FURTHER" in os.environ:  # until job.sh looks
-                    mark = Path(os.environ["GOT_FURTHER"])
-                    mark.parent.mkdir(parents=True, exist_ok=True)
-                    mark.touch()
                 for old in self._paths()[self._keep :]:
                     old.unlink()
 
@@ -629,7 +634,10 @@ def unpack(packed: bytes):
 
 
 def write(path: Path, content) -> None:
-    """Write a file that is there whole, or not at all."""
+    """Write a file that is there whole, or not at all. NaN is refused."""
+    for part in content.values() if isinstance(content, dict) else []:
+        if isinstance(part, Tensor) and part.isnan().any():
+            raise RunError(f"cannot write {path}: NaN in the weights")
     partial = Path(f"{path}.partial")
     try:
         with open(partial, "wb") as file:
