@@ -69,7 +69,7 @@ class Trial:
             self.study.tell(self.trial, state=optuna.trial.TrialState.FAIL)
             raise resume.RunError(f"the value after epoch {epoch} is NaN")
         self.trial.report(value, epoch)
-        return self.trial.should_prune()
+        return bool(self.trial.should_prune())  # NumPy has its own
 
     def _tell(self, value):
         if self.stops:
