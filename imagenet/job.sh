@@ -116,7 +116,7 @@ stage() {
     # user's, is left alone.
     find "${LOCAL_JOB_DIR%/*}" -maxdepth 1 -type d -user "$UID" -perm 700 \
         -name "slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.*" ! -name "${LOCAL_JOB_DIR##*/}" \
-        -exec rm -rf {} +
+        -exec rm -rf {} + || :
     # mkdir fails where local_disk is missing, or where the nodes share it.
     mkdir -m 700 "$LOCAL_JOB_DIR" || fail "$SLURMD_NODENAME needs its own local_disk"
 }

@@ -17,7 +17,7 @@ TWO_NODES += [*SMALL, "--gpus-per-node=1"]
 TWO_TASKS = [*SMALL, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2"]
 SYNTHETIC = ["--synthetic", "--epochs=1", "--batch-size=4"]
 MAIN = ["uv", "run", "--no-sync", "python", "main.py", *SYNTHETIC]
-SOON = 60  # seconds
+SOON = 120  # seconds: the first Python of a new environment compiles PyTorch
 
 
 def sbatch(jobs: Jobs, folder: str, *arguments, **env: str) -> Result:
