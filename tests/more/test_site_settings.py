@@ -189,16 +189,3 @@ def test_disk_that_the_nodes_share(jobs, tmp_path):
     for job, case in zip(submitted, cases, strict=True):
         refused(jobs.wait(job), case.split("/")[0])
     assert [path.name for path in tmp_path.iterdir()] == ["another's"]
-
-
-def test_folder_of_another_on_the_second_node(jobs):
-    """Such a folder is refused, and stays as it is. The job's own ones go."""
-    flags = ["--hold", *SMALL, "--nodelist=node[3-4]", *ONE_EACH]
-    job = jobs.submit("imagenet", *flags, "job.sh", "--synthetic")
-    folder = f"/tmp/slurm-job-{job}-cluster"
-    jobs.on("node4", "mkdir", folder)
-    jobs.on("node4", "touch", f"{folder}/another's")
-    assert jobs.run(["scontrol", "release", job]).exit_code == 0
-    refused(jobs.wait(job), "imagenet")
-    assert jobs.on("node4", "ls", folder).output == "another's\n"
-    assert jobs.on("node4", "rm", "-r", folder).exit_code == 0
