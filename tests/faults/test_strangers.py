@@ -104,6 +104,8 @@ def test_missing_folder(user, stranger, name, node):
     """
     folder, script = name.rsplit("/", 1)
     there = user.clone
+    if folder.endswith("your_training") and not (there / folder / ".venv").exists():
+        (there / folder / ".venv").symlink_to(there / ".venv")
     assert stranger(node, PLANTED).exit_code == 0
     user.on(node, "mount", "-t", "tmpfs", "x", there)
     try:
