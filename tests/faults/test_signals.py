@@ -202,6 +202,8 @@ def test_warned(user, same_end, moment):
         file = "prepare_data.py" if moment == "staging" else "main.py"
         user.signal_at_start(job, file, signal.SIGSTOP)
         user.warn(job)
+        # Only job.sh is warned: nobody else lets the stopped process go on.
+        user.kill("node2", file, signal.SIGCONT)
         result = user.wait(job)
         assert result.state == "FAILED", result
         (message,) = result.find(r"^job.sh: error: .*")
