@@ -206,7 +206,9 @@ def test_warned(user, same_end, moment):
         user.kill("node2", file, signal.SIGCONT)
         result = user.wait(job)
         assert result.state == "FAILED", result
-        (message,) = result.find(r"^job.sh: error: .*")
+        *before, message = result.find(r"^job.sh: error: .*")
+        early = "job.sh: error: Slurm's warning came before the training"
+        assert before == ([early] if moment == "staging" else []), result
         assert re.fullmatch(NO_PROGRESS, message), result
         assert result.restarts == 0
         return
