@@ -254,7 +254,7 @@ def test_classify(tmp_path):
     text = run_to_its_end(
         tmp_path, 2, *DUMMY[-2:], *arguments, f"--data-dir={photos}"
     ).text()
-    assert f"{photos} has no train and val folders: one image in ten is held" in text
+    assert f"{photos} has no train and val: one image in ten is held out" in text
     assert "of 81; 9 to validate; 3 classes, Bär to apple; dummy" in text
     accuracy = max(float(epoch[4]) for epoch in IMAGENET_EPOCH_LINE.findall(text))
     assert accuracy > 40, text
