@@ -311,6 +311,7 @@ def test_frameworks_are_alone(jobs: Jobs, project, frameworks):
     """A run of two scripts of the page and one of torchrun, at once, each alone."""
     python = f"{frameworks}/bin/python"
     folder = project(*EACH_LINE, python=python, program=FRAMEWORKS)
+    shutil.copy(REPOSITORY / "imagenet" / "resume.py", folder)
     names = ("lightning", "accelerate")
     lines = [f"'{REPOSITORY}/docs/your_training/{name}/main.py'" for name in names]
     (folder / "sweep.txt").write_text("\n".join([*lines, "torchrun", ""]))
