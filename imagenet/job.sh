@@ -125,10 +125,14 @@ use_commit() {
     script=$(git show "$GIT_COMMIT:./code_checkpointing.sh") || fail "no commit $GIT_COMMIT in $PWD"
     eval "$script"
 }
-# The time limit may be near. Where a node is missing, this one removes its own.
 remove_data() {
-    timeout 30 "${on_each_node[@]}" --overlap --immediate=10 rm -rf "$LOCAL_JOB_DIR" ||
-        timeout 30 rm -rf "$LOCAL_JOB_DIR"
+    # A controller that has just come back takes some seconds to find its nodes: try three times.
+    # The time limit may be near.
+    for _ in 1 2 3; do
+        timeout 20 "${on_each_node[@]}" --overlap --immediate=10 rm -rf "$LOCAL_JOB_DIR" && return
+        # Where a node is missing, this one removes its own.
+        timeout 20 rm -rf "$LOCAL_JOB_DIR"
+    done
 }
 
 # What main.py saves goes to RUN_DIR. A job has the same one when it starts again. To go on with
@@ -185,13 +189,14 @@ finish() {
     # In variables: bash would forget a TERM of Slurm's that comes while [[ ]] runs a command.
     found=$(list_checkpoints)
     new=$(echo "$found" | grep -vxFf "$RUN_DIR/seen")
+    # The next lines need Slurm's controller.
+    [ "${ended_by_slurm:-}" ] || ask_slurm
     remove_data
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
         scontrol update JobId="$this_job" Requeue=0
         exit 0
     fi
-    ask_slurm
     # Then Slurm decides whether it comes back. A requeue would bring a cancelled job back.
     [ -z "${ended_by_slurm:-}" ] || exit "$status"
     if [[ $new || $job == *PreemptTime=2* ]]; then  # 2026-…, or None
@@ -213,6 +218,7 @@ finish() {
 ask_slurm() {
     for _ in {1..60}; do
         job=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID ") && return
+        echo "job.sh: waiting for Slurm's controller" >&2
         sleep 10
     done
     fail "no answer of Slurm's controller in ten minutes"
