@@ -63,8 +63,10 @@ check_job() {
     [ -e main.py ] || fail "no main.py in $PWD"
     ((SLURM_JOB_NUM_NODES == 1)) || fail "use multi_node"
     type "${python[0]}" &>/dev/null || fail "$SLURMD_NODENAME has no ${python[0]}: uv sync --locked"
-    # In a container, this prints the version, or Apptainer says why not.
-    [[ ${python[1]:-} != @(exec|run) ]] || "${python[@]}" -V || fail "fails: ${python[*]}"
+    # In a container, this prints the version, or why not: the disk may lack --bind.
+    look='import os, sys; print("Python", sys.version.split()[0]); os.stat(sys.argv[1])'
+    [[ ${python[1]:-} != @(exec|run) ]] || "${python[@]}" -c "$look" "$local_disk" ||
+        fail "fails: ${python[*]}"
 }
 # sbatch passes on the variables of your shell. If another job or torchrun has started that
 # shell, its variables would change how srun starts this one. Unset all but those that describe

@@ -231,8 +231,10 @@ check_job() {
     [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     [ -e main.py ] || fail "no main.py in $PWD"
     type scontrol > /dev/null
-    # In a container, this prints the version, or Apptainer says why not.
-    [[ ${python[1]:-} != @(exec|run) ]] || "${python[@]}" -V || fail "fails: ${python[*]}"
+    # In a container, this prints the version, or why not: the disk may lack --bind.
+    look='import os, sys; print("Python", sys.version.split()[0]); os.stat(sys.argv[1])'
+    [[ ${python[1]:-} != @(exec|run) ]] || "${python[@]}" -c "$look" "$local_disk" ||
+        fail "fails: ${python[*]}"
 }
 # sbatch passes on the variables of your shell. If another job or torchrun has started that
 # shell, its variables would change how srun starts this one. Unset all but those that describe
