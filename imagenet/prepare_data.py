@@ -151,7 +151,7 @@ def make_room(data_dir: Path) -> None:
 def copy(source: dict[str, Path], folder: Path) -> dict[str, Path]:
     """Copy the archives to a folder, in parts, and return the copies."""
     parts = []
-    for path in set(source.values()):
+    for path in dict.fromkeys(source.values()):  # each once: both splits may share it
         size = path.stat().st_size
         with open(folder / path.name, "wb") as file:
             # Nothing is copied yet, and a disk that is too small fails here.

@@ -34,6 +34,9 @@ from slurm_jobs import (
     weights,
 )
 
+# Hypothesis caches constants, which would be left in the clone.
+os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{REPOSITORY}/.pytest_cache/hypothesis"
+
 
 def pytest_addoption(parser):
     add = parser.addoption
