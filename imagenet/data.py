@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import archives
@@ -204,7 +205,10 @@ class Augmented(Dataset):
     ):
         self.size = size = (args.image_size, args.image_size)
         self.images, self.seed = images, args.seed
-        self.chosen = np.sort(np.random.default_rng(0).permutation(len(images))[:limit])
+        self.chosen = range(len(images))
+        if limit:
+            order = np.random.default_rng(0).permutation(len(images))
+            self.chosen = np.sort(order[:limit])
         self.crop_and_flip = v2.Compose(
             [RandomResizedCrop(size), v2.RandomHorizontalFlip()]
         )
@@ -234,20 +238,23 @@ def center_crop(size: int) -> v2.Transform:
     return v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
 
 
+class BothSplits(Dataset):
+    """What the workers load: training images, and for epoch 0 those to validate."""
+
+    def __init__(self, train: Augmented, valid: Augmented):
+        self.train, self.valid = train, valid
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+        return self.train[key] if key[0] else self.valid[key]
+
+
 class BatchSampler:
-    """Which samples are in each batch of a loop, as (epoch, index).
+    """The batches of a loader. Its workers start before they are known."""
 
-    Workers start before that is known: there are no batches before `set_epoch`.
-    """
-
-    epoch, batches = 0, []
-
-    def set_epoch(self, epoch: int, batches: np.ndarray) -> None:
-        self.epoch, self.batches = epoch, batches
+    batches = ()
 
     def __iter__(self):
-        for batch in self.batches:
-            yield [(self.epoch, index) for index in batch.tolist()]
+        return iter(self.batches)
 
 
 def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
@@ -270,7 +277,7 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
     )
 
 
-def build_loader(data_set: Dataset, workers: int) -> DataLoader:
+def build_loader(train: Augmented, valid: Augmented, workers: int) -> DataLoader:
     """Return a loader whose workers are running, and stay to the end of the run.
 
     Call this before CUDA and NCCL are up: to fork a process that has them up hangs on
@@ -286,7 +293,7 @@ def build_loader(data_set: Dataset, workers: int) -> DataLoader:
     if len(tempfile.gettempdir()) > 74:
         tempfile.tempdir = "/tmp"
     loader = DataLoader(
-        data_set,
+        BothSplits(train, valid),
         batch_sampler=BatchSampler(),
         num_workers=workers,
         multiprocessing_context="fork" if workers else None,
@@ -298,7 +305,7 @@ def build_loader(data_set: Dataset, workers: int) -> DataLoader:
     return loader
 
 
-@functools.cache  # for both loaders
+@functools.cache
 def socket_folder() -> str:
     """Make the folder of the workers' sockets. Of a killed worker, this removes all."""
     folder = tempfile.mkdtemp(prefix="pymp-")
@@ -309,43 +316,52 @@ def socket_folder() -> str:
     return folder
 
 
+def list_batches(data: BothSplits, run: resume.Run, args: argparse.Namespace):
+    """Yield this rank's share of the batches that are left, as lists of (epoch, index).
+
+    They are those of each epoch's steps, and then those that validate it, of epoch 0.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    done = run.step
+    for epoch in range(run.epoch, args.epochs + 1):
+        steps = training_batches(len(data.train), args.seed, epoch, run)[done:]
+        to_validate = evaluation_batches(len(data.valid), world_size * args.batch_size)
+        for number, batches in (epoch, steps), (0, to_validate):
+            for batch in batches[:, rank::world_size].tolist():
+                yield [(number, index) for index in batch]
+        done = 0
+
+
 def training_batches(
-    loader: DataLoader, run: resume.Run, epoch: int, device: torch.device, done: int
-):
-    """Yield this rank's share of each step of an epoch, but of those that are done.
+    samples: int, seed: int, epoch: int, run: resume.Run
+) -> np.ndarray:
+    """Return an epoch's steps: a row each, of indices. They are the same on all ranks.
 
-    That is uint8 images of shape (share, 3, size, size) and their classes.
+    The order does not depend on how many GPUs share the work.
     """
-    samples = len(loader.dataset)
-    # The order of an epoch is the same however many GPUs share the work.
-    order = np.random.default_rng((loader.dataset.seed, epoch)).permutation(samples)
+    order = np.random.default_rng((seed, epoch)).permutation(samples)
     steps = samples // run.global_batch_size
-    batches = order[: steps * run.global_batch_size].reshape(steps, -1)
-    return load_batches(loader, epoch, batches[done:], device)
+    return order[: steps * run.global_batch_size].reshape(steps, -1)
 
 
-def evaluation_batches(loader: DataLoader, batch_size: int, device: torch.device):
-    """Yield this rank's share, in batches of one size: --compile compiles for each.
+def evaluation_batches(samples: int, global_batch_size: int) -> np.ndarray:
+    """Return rows of one size, because --compile compiles for each.
 
-    All ranks have as many. The last ones are padded with images of label -100, which
-    count nowhere.
+    The last one is padded with -1: images of label -100, which count nowhere.
     """
-    samples, global_batch_size = len(loader.dataset), dist.get_world_size() * batch_size
     steps = math.ceil(samples / global_batch_size)
     order = np.arange(steps * global_batch_size)
-    order[samples:] = -1  # padding
-    return load_batches(loader, 0, order.reshape(steps, -1), device)
+    order[samples:] = -1
+    return order.reshape(steps, -1)
 
 
-def load_batches(
-    loader: DataLoader, epoch: int, batches: np.ndarray, device: torch.device
-):
-    """Yield this rank's share of each batch, on the device: images, and their classes.
+def load_batches(loader: DataLoader, batches: Iterable, device: torch.device):
+    """Yield batches on the device: uint8 (samples, 3, size, size), and their classes.
 
-    `batches` has a row for each batch: the indices for all ranks.
+    All of a run are one stream: while the ranks take the last steps of an epoch, the
+    workers load what comes next. No epoch begins with a wait.
     """
-    share = batches[:, dist.get_rank() :: dist.get_world_size()]
-    loader.batch_sampler.set_epoch(epoch, share)
+    loader.batch_sampler.batches = batches
     try:
         os.stat(socket_folder())  # without it, a worker would never answer
         for batch in loader:

@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import islice
 from os import environ
 from pathlib import Path
 from typing import NoReturn
@@ -25,10 +26,10 @@ import torch.distributed as dist
 from data import (
     StagingError,
     build_loader,
-    evaluation_batches,
+    list_batches,
+    load_batches,
     load_data,
     normalize,
-    training_batches,
 )
 from run import (
     begin_run,
@@ -56,7 +57,7 @@ def main() -> None:
     for name, value in vars(args).items():
         logging.info(f"  {name}: {value}")
     train_set, valid_set = load_data(args)
-    loaders = [build_loader(part, args.workers) for part in (train_set, valid_set)]
+    loader = build_loader(train_set, valid_set, args.workers)
     watch = Watch(args)
     device = setup_distributed()
     dtype = find_dtype(device)
@@ -96,9 +97,11 @@ def main() -> None:
     rebuild_buckets(ddp_model, args.image_size)
     run.add(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     watch.begin(run, steps, device)
+    # An epoch's steps, its batches to validate, the next epoch's steps, and so on.
+    stream = load_batches(loader, list_batches(loader.dataset, run, args), device)
+    valid_steps = math.ceil(len(valid_set) / (world_size * args.batch_size))
     for epoch in run.loop(range(1, args.epochs + 1)):
-        batches = functools.partial(training_batches, loaders[0], run, epoch, device)
-        batches = run.loop(watch.training(batches))
+        batches = run.loop(watch.training(lambda done: islice(stream, steps - done)))
         # A progress bar, in a terminal only.
         if dist.get_rank() == 0:
             batches = tqdm(
@@ -110,11 +113,12 @@ def main() -> None:
                 initial=run.step,  # an earlier start has taken these
             )
         metrics = train(ddp_model, optimizer, scheduler, scaler, run, batches)
-        run.save()
+        if epoch == args.epochs:
+            run.save()  # before the validation, which an unreadable image may end
         train_loss, train_accuracy = average(metrics)
         speed, in_words = watch.speed(global_batch_size)
-        batches = evaluation_batches(loaders[1], args.batch_size, device)
-        metrics = evaluate(model, run.pausable(watch.batches(batches)))
+        batches = run.pausable(watch.batches(islice(stream, valid_steps)))
+        metrics = evaluate(model, batches)
         valid_loss, valid_accuracy = average(metrics)
         logging.info(
             f"Epoch {epoch}: "

@@ -609,8 +609,11 @@ def options(*arguments: str, **changes):
 class Keys:
     """A sample is its key: the epoch, and a number of its own."""
 
+    def __init__(self, count: int):
+        self.count = count
+
     def __len__(self) -> int:
-        return 103
+        return self.count
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[int, int]:
         return key
@@ -618,22 +621,28 @@ class Keys:
 
 def draw(world_size: int, epoch: int = 1, seed: int = 0) -> list[set[int]]:
     """Return the numbers in each global batch of 15, in ranks that never meet."""
-    run = SimpleNamespace(global_batch_size=15)
-    loader = data.build_loader(Keys(), 0)
-    loader.dataset.seed = seed
+    run = SimpleNamespace(global_batch_size=15, epoch=epoch, step=0)
+    args = SimpleNamespace(seed=seed, epochs=epoch, batch_size=4)
+    loader = data.build_loader(Keys(103), Keys(50), 0)
     batches = collections.defaultdict(set)
+    validated = []
     for rank in range(world_size):
         dist.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=world_size
         )
-        found = data.training_batches(loader, run, epoch, CPU, done=0)
-        for batch, (_, share) in enumerate(found):
-            assert len(share) in (15 // world_size, math.ceil(15 / world_size))
-            batches[batch].update(share.tolist())
-        # In a validation, batches have one size: --compile compiles for each.
-        for _, share in data.evaluation_batches(loader, 4, CPU):
-            assert len(share) == 4
+        listed = data.list_batches(loader.dataset, run, args)
+        for batch, (numbers, share) in enumerate(
+            data.load_batches(loader, listed, CPU)
+        ):
+            if batch < 6:
+                assert set(numbers.tolist()) == {epoch}
+                assert len(share) in (15 // world_size, math.ceil(15 / world_size))
+                batches[batch].update(share.tolist())
+            else:  # Those to validate have one size: --compile compiles for each.
+                assert set(numbers.tolist()) == {0} and len(share) == 4
+                validated += [index for index in share.tolist() if index >= 0]
         dist.destroy_process_group()
+    assert sorted(validated) == list(range(50))
     return list(batches.values())
 
 

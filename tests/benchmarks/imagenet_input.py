@@ -11,7 +11,6 @@ import argparse
 import os
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -52,19 +51,19 @@ def main() -> None:
         small = load(example, stage(args, scratch, "small", "--resize=256"), args)
         tree = image_folder(copied.images, scratch / "tree", args)
         loaders = {
-            part: example.build_loader(part, args.workers) for part in (copied, small)
+            part: example.build_loader(part, part, args.workers)
+            for part in (copied, small)
         }
         loader = usual_loader(tree, args)
         example.set_ranks()
         device = example.setup_distributed()
-        run = SimpleNamespace(global_batch_size=args.batch_size)
 
         def one_by_one():
             return (copied[1, i] for i in range(len(copied)))
 
         def shipped(dataset, then=None) -> None:
-            batches = example.training_batches(loaders[dataset], run, 1, device, 0)
-            go_through(batches, then)
+            batches = list_epoch(dataset, args.batch_size)
+            go_through(example.load_batches(loaders[dataset], batches, device), then)
 
         one = {
             "ImageFolder, v2 on PIL, float32": lambda: go_through(tree),
@@ -87,10 +86,27 @@ def main() -> None:
         seconds = take_turns(one, args.rounds)
         compare("One process", seconds, len(copied), "images/s")
         seconds = take_turns(several, args.rounds)
+        epochs = 4 * [list_epoch(copied, args.batch_size)]
+        streams = {
+            "each in a loop of its own": lambda: [shipped(copied) for _ in epochs],
+            "in one stream, as main.py does it": lambda: go_through(
+                example.load_batches(loaders[copied], sum(epochs, []), device)
+            ),
+        }
+        in_streams = take_turns(streams, args.rounds)
     title = f"{args.workers} workers, batches of {args.batch_size}"
     images = len(copied) // args.batch_size * args.batch_size
     compare(title, seconds, images, "images/s", has_limit=False)
+    title = f"Four epochs of {images // args.batch_size} batches"
+    compare(title, in_streams, 4 * images, "images/s", has_limit=False)
     dist.destroy_process_group()
+
+
+def list_epoch(dataset, batch_size: int) -> list[list[tuple[int, int]]]:
+    """Return an epoch's whole batches, of (epoch, index)."""
+    steps = len(dataset) // batch_size
+    order = np.random.default_rng(0).permutation(len(dataset))[: steps * batch_size]
+    return [[(1, i) for i in batch] for batch in order.reshape(steps, -1).tolist()]
 
 
 def go_through(samples, then=None) -> None:

@@ -6,13 +6,20 @@ model on one batch in memory. `taskset --cpu-list 0-3` before it tells how far f
 cores reach.
 """
 
-import functools
+import itertools
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from imagenet_input import image_folder, imagenet_parser, load, stage, usual_loader
+from imagenet_input import (
+    image_folder,
+    imagenet_parser,
+    list_epoch,
+    load,
+    stage,
+    usual_loader,
+)
 from side_by_side import (
     build_optimizer,
     compare,
@@ -39,7 +46,7 @@ def main() -> None:
         tree = image_folder(staged.images, scratch / "tree", args)
         args.samples = len(staged)
         # As main.py does, before CUDA and NCCL are up.
-        loader = example.build_loader(staged, args.workers)
+        loader = example.build_loader(staged, staged, args.workers)
         settings = parse_args(
             example,
             f"--model={args.model}",
@@ -69,11 +76,14 @@ def main() -> None:
             watch.begin(run, steps, device)
             ddp_model = distribute(model)
             epochs = run.loop(range(10**6))
+            order = itertools.cycle(list_epoch(staged, args.batch_size))
+            stream = example.load_batches(loader, order, device)
 
             def turn() -> None:
-                first = functools.partial(example.training_batches, loader, run)
-                batches = functools.partial(first, next(epochs), device)
-                batches = run.loop(watch.training(batches))
+                next(epochs)
+                batches = run.loop(
+                    watch.training(lambda done: itertools.islice(stream, steps))
+                )
                 example.train(ddp_model, optimizer, scheduler, scaler, run, batches)
 
             return turn
