@@ -22,7 +22,7 @@ import numpy as np
 import resume
 import torch
 import torch.distributed as dist
-from archives import HOST, Member, StagingError
+from archives import NODE, Member, StagingError
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -91,7 +91,7 @@ class Images:
             return decode(self.read_bytes(i), self.max_megapixels)
         except Exception as error:  # of several libraries
             raise StagingError(
-                f"cannot decode image {self.name(i)} on {HOST}: {error}"
+                f"cannot decode image {self.name(i)} on {NODE}: {error}"
             ) from None
 
     def read_bytes(self, i: int) -> Tensor:
@@ -270,7 +270,7 @@ def load_data(args: argparse.Namespace) -> tuple[Augmented, Augmented]:
             train = Images(args.data_dir, "train", args.max_megapixels)
             valid = Images(args.data_dir, "val", args.max_megapixels)
     except (OSError, ValueError, StagingError) as error:
-        sys.exit(f"main.py: error: on {HOST}: {error}")
+        sys.exit(f"main.py: error: on {NODE}: {error}")
     return (
         Augmented(train, args.limit_train_samples, args),
         Augmented(valid, args.limit_valid_samples, args),
@@ -372,7 +372,7 @@ def load_batches(loader: DataLoader, batches: Iterable, device: torch.device):
     except FileNotFoundError:
         resume.end_workers()  # each would say at its end that its socket is not there
         raise StagingError(
-            f"{HOST} has lost {socket_folder()}, with the sockets of its workers: does "
+            f"{NODE} has lost {socket_folder()}, with the sockets of its workers: does "
             "another job's epilog, or a cleaner, remove files there?"
         ) from None
 

@@ -5,12 +5,12 @@ import faulthandler
 import logging
 import os
 import re
-import socket
 import threading
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
+from archives import NODE
 from resume import tell_all
 
 # Seconds for what may take long on one rank, for which the others wait.
@@ -24,8 +24,7 @@ def log_stacks(message: str) -> None:
         faulthandler.dump_traceback(stacks)
         stacks.seek(0)
         logging.error(
-            f"error: rank {os.environ['RANK']} on {socket.gethostname()} "
-            f"{message}\n{stacks.read()}"
+            f"error: rank {os.environ['RANK']} on {NODE} {message}\n{stacks.read()}"
         )
 
 
@@ -54,10 +53,13 @@ class HangWatch:
     def connect(self) -> None:
         """Let the threads of all ranks meet later, in a group of their own."""
         ranks = range(dist.get_world_size())
-        self.hosts = [tell_all(socket.gethostname(), rank) for rank in ranks]
+        self.hosts = [tell_all(NODE, rank) for rank in ranks]
         limit = timedelta(seconds=0.3 * self.timeout)
+        # Only with rank 0. Of many ranks, connections of each to each take minutes.
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
         try:
             self.group = dist.new_group(backend="gloo", timeout=limit)
+            dist.monitored_barrier(self.group)  # makes these connections
         except RuntimeError as error:
             logging.warning(
                 "warning: a rank that is stopped will not be named: the ranks cannot "

@@ -46,6 +46,9 @@ from torchvision import models
 from tqdm import tqdm
 from watch import Watch
 
+# As --exclude takes it.
+NODE = environ.get("SLURMD_NODENAME", socket.gethostname())
+
 
 def main() -> None:
     args = parse_args()
@@ -96,7 +99,7 @@ def main() -> None:
 
     rebuild_buckets(ddp_model, args.image_size)
     run.add(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
-    watch.begin(run, steps, device)
+    watch.begin(run, ddp_model, steps)
     # An epoch's steps, its batches to validate, the next epoch's steps, and so on.
     stream = load_batches(loader, list_batches(loader.dataset, run, args), device)
     valid_steps = math.ceil(len(valid_set) / (world_size * args.batch_size))
@@ -211,7 +214,7 @@ def setup_distributed() -> torch.device:
     except Exception as error:  # of several kinds
         fail(
             f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
-            f"{socket.gethostname()} ({device}) cannot join the others at "
+            f"{NODE} ({device}) cannot join the others at "
             f"MASTER_ADDR={environ['MASTER_ADDR']}, "
             f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, the port "
             f"free there, and open between nodes (no firewall)? {error}"
@@ -261,6 +264,8 @@ def build_optimizer(
     # PyTorch/Classification/ConvNets/resnet50v1.5/README.md.
     # The rate follows the global batch: linear scaling, Goyal et al. 2017.
     learning_rate = args.learning_rate * global_batch_size / 256
+    if global_batch_size > 8192:
+        logging.warning("warning: above 8192 images a step, this rule loses accuracy")
     decayed = [weight for weight in model.parameters() if weight.ndim > 1]
     # Biases, and the weights of norms.
     others = [weight for weight in model.parameters() if weight.ndim <= 1]
@@ -368,6 +373,9 @@ def parse_args() -> argparse.Namespace:
     for option in ("learning_rate", "weight_decay", "seed", "workers", "save_minutes"):
         if not 0 <= getattr(args, option) < 2**63:  # nor NaN
             parser.error(f"--{option.replace('_', '-')} is out of range")
+    if "RUN_DIR" in environ and args.checkpoint_dir != default_checkpoint_dir():
+        # job.sh would not see these checkpoints, and not start the job again.
+        parser.error("in place of --checkpoint-dir, export RUN_DIR before sbatch")
     if args.only_check_arguments:
         sys.exit()
     return args
@@ -426,13 +434,13 @@ def find_device() -> torch.device:
     """Return the GPU of this process, or the CPU where there is none."""
     local_rank = int(environ["LOCAL_RANK"])
     if 0 < int(environ.get("SLURM_GPUS_ON_NODE", "0")) <= local_rank:
-        fail(f"{socket.gethostname()} has more tasks than GPUs: ask for fewer tasks")
+        fail(f"{NODE} has more tasks than GPUs: ask for fewer tasks")
     gpus = torch.cuda.device_count()
     if gpus == 0:
         has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
         if has_driver and environ.get("CUDA_VISIBLE_DEVICES") != "":
             fail(
-                f"PyTorch finds no GPU of {socket.gethostname()}: ask for "
+                f"PyTorch finds no GPU of {NODE}: ask for "
                 "--gpus-per-node, install a PyTorch for GPUs, start a container with "
                 "--nv, or --exclude this node; to train on the CPU, write env "
                 "CUDA_VISIBLE_DEVICES= before python"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import archives
 import numpy as np
-from archives import DEVKIT, HOST, TRAIN, VAL, Member, StagingError
+from archives import DEVKIT, NODE, TRAIN, VAL, Member, StagingError
 
 PART = 2**24  # bytes that a thread copies at a time
 
@@ -60,7 +60,7 @@ def absolute_path(text: str) -> Path:
 def main() -> None:
     args = parse_args()
     logging.basicConfig(
-        level=logging.INFO, format=f"{HOST}: %(message)s", stream=sys.stdout
+        level=logging.INFO, format=f"{NODE}: %(message)s", stream=sys.stdout
     )
     try:
         remove_abandoned()
@@ -68,7 +68,7 @@ def main() -> None:
     except (StagingError, OSError) as error:
         sys.exit(
             "prepare_data.py: error: "
-            f"cannot stage {args.source} in {args.data_dir} on {HOST}: {error}"
+            f"cannot stage {args.source} in {args.data_dir} on {NODE}: {error}"
         )
 
 

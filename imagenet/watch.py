@@ -12,6 +12,7 @@ import resume
 import torch
 import torch.distributed as dist
 from hangs import SLOW, HangWatch
+from torch import nn
 
 
 class Watch:
@@ -21,10 +22,16 @@ class Watch:
         self.args = args
         self.hangs = HangWatch(args.timeout)
 
-    def begin(self, run: resume.Run, steps: int, device: torch.device) -> None:
+    def begin(
+        self, run: resume.Run, model: nn.parallel.DistributedDataParallel, steps: int
+    ) -> None:
         """Watch the training, too, with so many steps an epoch. All ranks have met."""
         self.run, self.steps_an_epoch = run, steps
+        device = model.device
         self.on_gpu = device.type == "cuda"
+        self.forwards = []  # when each began, and when it ended
+        model.register_forward_pre_hook(lambda *_: self.forwards.append([self._now()]))
+        model.register_forward_hook(lambda *_: self.forwards[-1].append(self._now()))
         self.profile = start_profile(run.folder, device) if self.args.profile else None
         self.hangs.connect()
         with self.hangs.paused("has not asked for a batch yet"):
@@ -71,6 +78,7 @@ class Watch:
         self.steps = 0
         self.start = time.perf_counter()
         self.waits = []  # for batches: when each began, and when it ended
+        self.forwards.clear()
         self.hangs.tick("waits for its first batch")
         begin = self._now()
         for batch in batches:
@@ -96,7 +104,8 @@ class Watch:
         if self.steps == 0:
             return {}, "nothing was left to train"
         seconds = time.perf_counter() - self.start
-        rate, waiting = self.steps * images / seconds, self._seconds_waited() / seconds
+        rate, waiting = self.steps * images / seconds, self._sum(self.waits) / seconds
+        self._name_slow(waiting, self._sum(self.forwards))
         speed = {"images/s": rate, "usage/waiting for data": waiting}
         words = f"{rate:.0f} images/s, {waiting:.0%} waiting for data"
         if self.on_gpu:
@@ -104,6 +113,22 @@ class Watch:
             speed["usage/memory in use"] = 1 - free / total
             words += f", {1 - free / total:.0%} memory in use"
         return speed, words
+
+    def _name_slow(self, waiting: float, forward: float) -> None:
+        """Name a rank for which all others wait. backward() takes all equally long."""
+        waits, forwards = _of_all_ranks(waiting), _of_all_ranks(forward)
+        median, worst = waits.median(), int(waits.argmax())
+        if waits[worst] > median + 0.1:
+            logging.warning(
+                f"warning: rank {worst} on {self.hangs.hosts[worst]} waits for data "
+                f"{waits[worst]:.0%} of the time (median {median:.0%})"
+            )
+        median, worst = forwards.median(), int(forwards.argmax())
+        if forwards[worst] > 1.5 * median:
+            logging.warning(
+                f"warning: rank {worst} on {self.hangs.hosts[worst]} is slow: its "
+                f"forward() takes {forwards[worst] / median:.1f} times the median"
+            )
 
     def close(self) -> None:
         """End the profile and the metrics. Other ranks may wait for rank 0 to do so."""
@@ -121,11 +146,18 @@ class Watch:
         event.record()
         return event
 
-    def _seconds_waited(self) -> float:
+    def _sum(self, spans: list) -> float:
+        """Return the seconds of all spans, [begin, end]."""
         if not self.on_gpu:
-            return sum(end - begin for begin, end in self.waits)
+            return sum(end - begin for begin, end in spans)
         torch.cuda.synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in self.waits) / 1000
+        return sum(begin.elapsed_time(end) for begin, end in spans) / 1000
+
+
+def _of_all_ranks(number: float) -> torch.Tensor:
+    numbers = [0.0] * dist.get_world_size()
+    numbers[dist.get_rank()] = number
+    return torch.tensor(resume.reduce(numbers))
 
 
 class Tracker:

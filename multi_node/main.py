@@ -28,6 +28,9 @@ from torchvision import models
 from torchvision.datasets import CIFAR10
 from tqdm import tqdm
 
+# As --exclude takes it.
+NODE = environ.get("SLURMD_NODENAME", socket.gethostname())
+
 
 def main() -> None:
     args = parse_args()
@@ -157,7 +160,7 @@ def setup_distributed() -> torch.device:
     except Exception as error:  # of several kinds
         fail(
             f"rank {environ['RANK']} of {environ['WORLD_SIZE']} on "
-            f"{socket.gethostname()} ({device}) cannot join the others at "
+            f"{NODE} ({device}) cannot join the others at "
             f"MASTER_ADDR={environ['MASTER_ADDR']}, "
             f"MASTER_PORT={environ['MASTER_PORT']}: is that rank 0's node, the port "
             f"free there, and open between nodes (no firewall)? {error}"
@@ -314,13 +317,13 @@ def find_device() -> torch.device:
     """Return the GPU of this process, or the CPU where there is none."""
     local_rank = int(environ["LOCAL_RANK"])
     if 0 < int(environ.get("SLURM_GPUS_ON_NODE", "0")) <= local_rank:
-        fail(f"{socket.gethostname()} has more tasks than GPUs: ask for fewer tasks")
+        fail(f"{NODE} has more tasks than GPUs: ask for fewer tasks")
     gpus = torch.cuda.device_count()
     if gpus == 0:
         has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
         if has_driver and environ.get("CUDA_VISIBLE_DEVICES") != "":
             fail(
-                f"PyTorch finds no GPU of {socket.gethostname()}: ask for "
+                f"PyTorch finds no GPU of {NODE}: ask for "
                 "--gpus-per-node, install a PyTorch for GPUs, start a container with "
                 "--nv, or --exclude this node; to train on the CPU, write env "
                 "CUDA_VISIBLE_DEVICES= before python"
@@ -414,7 +417,7 @@ def read_cifar10(data_dir: str) -> list[Tensor]:
     except (OSError, RuntimeError) as error:
         fail(
             f"no whole CIFAR-10 in {os.path.abspath(data_dir)} on "
-            f"{socket.gethostname()}, and no download ({error}): set "
+            f"{NODE}, and no download ({error}): set "
             f"CIFAR10_ARCHIVE for job.sh; without job.sh, put {CIFAR10.filename} "
             "there; in a container, --bind that folder; or use --synthetic"
         )

@@ -26,6 +26,9 @@ from torchvision import models
 from torchvision.datasets import CIFAR10
 from tqdm import tqdm
 
+# As --exclude takes it.
+NODE = environ.get("SLURMD_NODENAME", socket.gethostname())
+
 
 def main() -> None:
     args = parse_args()
@@ -257,7 +260,7 @@ def find_device() -> torch.device:
         has_driver = os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
         if has_driver and environ.get("CUDA_VISIBLE_DEVICES") != "":
             fail(
-                f"PyTorch finds no GPU of {socket.gethostname()}: ask for "
+                f"PyTorch finds no GPU of {NODE}: ask for "
                 "--gpus-per-node, install a PyTorch for GPUs, start a container with "
                 "--nv, or --exclude this node; to train on the CPU, write env "
                 "CUDA_VISIBLE_DEVICES= before python"
@@ -331,7 +334,7 @@ def read_cifar10(data_dir: str) -> list[Tensor]:
     except (OSError, RuntimeError) as error:
         fail(
             f"no whole CIFAR-10 in {os.path.abspath(data_dir)} on "
-            f"{socket.gethostname()}, and no download ({error}): set "
+            f"{NODE}, and no download ({error}): set "
             f"CIFAR10_ARCHIVE for job.sh; without job.sh, put {CIFAR10.filename} "
             "there; in a container, --bind that folder; or use --synthetic"
         )

@@ -14,7 +14,7 @@ import pytest
 from drawn_imagenet import tar_bytes, write_zip
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_prepare_data import HOST, JPEG, Images, StagingError, call
+from test_prepare_data import JPEG, NODE, Images, StagingError, call
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 IMAGES = ["1.jpg", "2.JPEG", "é.png", "deep/1.webp", "a b.Jpg", "l" * 120 + ".jpg"]
@@ -114,7 +114,7 @@ def test_any_data(kind, caplog):
                 source.write_bytes(DAMAGE[damage](whole, int(place * len(whole)), size))
                 code, output = call(source, data_dir)
                 lines = output.splitlines()
-                errors = [line for line in lines if not line.startswith(f"{HOST}: ")]
+                errors = [line for line in lines if not line.startswith(f"{NODE}: ")]
                 assert (code, len(errors)) in ((0, 0), (1, 1)), output
             try:
                 found = read(data_dir)

@@ -30,7 +30,7 @@ from torchvision.io import decode_image
 SCRIPT = REPOSITORY / "imagenet" / "prepare_data.py"
 import data  # noqa: E402
 import prepare_data  # noqa: E402
-from archives import DEVKIT, HOST, TRAIN, VAL, StagingError  # noqa: E402
+from archives import DEVKIT, NODE, TRAIN, VAL, StagingError  # noqa: E402
 from data import Images, Synthetic, decode, list_tree  # noqa: E402
 
 FORMS = [(), ("--resize=32",)]
@@ -85,7 +85,7 @@ def refused(source, data_dir, message, forms=FORMS, hook=None) -> None:
     for flags in forms:
         output = run(source, data_dir, *flags, exit_code=1, hook=hook)
         lines = output.splitlines()
-        (error,) = [line for line in lines if not line.startswith(f"{HOST}: ")]
+        (error,) = [line for line in lines if not line.startswith(f"{NODE}: ")]
         assert re.match(f"prepare_data.py: error: .*{message}", error), output
         assert contents(data_dir.parent) == before, flags
 
@@ -158,12 +158,12 @@ def test_every_layout_in_every_form(layout, tmp_path):
     def stage(form: str, *flags, source=drawn.source) -> Path:
         folder = tmp_path / form
         output = run(source, folder, *flags)
-        line = rf"^{HOST}: staged {count} images in {folder} after \d+\.\d s$"
+        line = rf"^{NODE}: staged {count} images in {folder} after \d+\.\d s$"
         assert re.search(line, output, re.MULTILINE), output
-        line = f"{HOST}: whole.tar has no train and val: one image in ten is held out"
+        line = f"{NODE}: whole.tar has no train and val: one image in ten is held out"
         assert (line in output) == (source.name == "whole.tar"), output
         again = run(source, folder, *flags)
-        assert again == f"{HOST}: {folder} is staged already\n"
+        assert again == f"{NODE}: {folder} is staged already\n"
         assert folder.stat().st_mode & 0o777 == 0o700
         return folder
 
@@ -309,7 +309,7 @@ def test_more_files_than_a_zip_can_count(tmp_path, data_dir):
 
 def test_something_else_is_there(imagenet, damaged, data_dir):
     """What others have put there, also while it stages; another form or source."""
-    message = f"{data_dir} on {HOST}: it has something else in it"
+    message = f"{data_dir} on {NODE}: it has something else in it"
     mine = data_dir / "mine"
     data_dir.mkdir(parents=True)
     for name in ("mine", "index.json"):
@@ -318,7 +318,7 @@ def test_something_else_is_there(imagenet, damaged, data_dir):
         (data_dir / name).unlink()
     hook = at("index.json", mine.touch, number=2)  # when it is written
     output = run(imagenet.source, data_dir, hook=hook, exit_code=1)
-    assert f"{data_dir} on {HOST}: [Errno 39] Directory not empty" in output, output
+    assert f"{data_dir} on {NODE}: [Errno 39] Directory not empty" in output, output
     assert contents(data_dir.parent) == {"data", "data/mine"}
     # Only an empty folder is taken.
     mine.unlink()
@@ -405,7 +405,7 @@ def test_two_at_once(imagenet, data_dir):
 
     The other one runs as a command: what it prints has no warning, either.
     """
-    beside = Path(f"{data_dir}.unfinished-{HOST}2.{2**30}")  # of another node
+    beside = Path(f"{data_dir}.unfinished-{NODE}2.{2**30}")  # of another node
     beside.mkdir(parents=True)
 
     def stage_it() -> None:
@@ -548,7 +548,7 @@ def test_more_pixels_than_allowed(tmp_path, data_dir):
     files = FOUR | {"train/a/2.jpg": bytes(jpeg)}
     (tmp_path / "mine.tar").write_bytes(tar_bytes(files))
     run(tmp_path / "mine.tar", data_dir)
-    where = f"cannot decode image .*mine.tar: train/a/2.jpg on {HOST}: 65500 x 65500"
+    where = f"cannot decode image .*mine.tar: train/a/2.jpg on {NODE}: 65500 x 65500"
     with pytest.raises(StagingError, match=f"{where} .* --max-megapixels 200"):
         Images(data_dir, "train").read(1)
     other = data_dir.with_name("other")
@@ -685,7 +685,7 @@ def test_classes_that_are_called_like_splits(tmp_path, data_dir, classes):
 def test_no_room(imagenet, tmp_path, options, reason):
     """It is said before copying: the validation's archive is not even opened."""
     with mounted(tmp_path / "disk", options) as disk:
-        message = f"cannot stage .* in {disk}/data on {HOST}: .*{reason}"
+        message = f"cannot stage .* in {disk}/data on {NODE}: .*{reason}"
         opened = at(VAL, end_by(signal.SIGKILL))
         refused(imagenet.source, disk / "data", message, [()], opened)
 
@@ -707,7 +707,7 @@ def test_full_disk(imagenet, tmp_path, flags, name):
 
         arguments = (imagenet.source, disk / "data", *flags)
         output = run(*arguments, exit_code=1, hook=at(name, fill))
-        assert f"{disk}/data on {HOST}: [Errno 28] No space left" in output
+        assert f"{disk}/data on {NODE}: [Errno 28] No space left" in output
         assert contents(disk) == {"other"}
         (disk / "other").unlink()
         run(*arguments)
@@ -726,7 +726,7 @@ def test_damaged_image(imagenet, damaged, data_dir):
     refused(damaged, data_dir, message, FORMS[1:])
     run(damaged, data_dir)
     images = Images(data_dir, "train")
-    place = f"{data_dir}/{TRAIN}: train/n00000003/{name} on {HOST}: "
+    place = f"{data_dir}/{TRAIN}: train/n00000003/{name} on {NODE}: "
     with pytest.raises(StagingError, match=rf"^cannot decode image {place}.*\Z"):
         images.read(16)
 

@@ -86,11 +86,11 @@ def main() -> None:
         seconds = take_turns(one, args.rounds)
         compare("One process", seconds, len(copied), "images/s")
         seconds = take_turns(several, args.rounds)
-        epochs = 4 * [list_epoch(copied, args.batch_size)]
+        epochs = 4 * list_epoch(copied, args.batch_size)
         streams = {
-            "each in a loop of its own": lambda: [shipped(copied) for _ in epochs],
+            "each in a loop of its own": lambda: [shipped(copied) for _ in range(4)],
             "in one stream, as main.py does it": lambda: go_through(
-                example.load_batches(loaders[copied], sum(epochs, []), device)
+                example.load_batches(loaders[copied], epochs, device)
             ),
         }
         in_streams = take_turns(streams, args.rounds)

@@ -30,7 +30,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 HOST = socket.gethostname()
-CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -68,7 +67,9 @@ def run_logged(rank: int, log: Path, *job) -> None:
     run_rank(rank, *job)
 
 
-def start_watch(folder: Path, timeout=600, steps_done=0, compile=False) -> watch.Watch:
+def start_watch(
+    folder: Path, timeout=600, steps_done=0, compile=False, model=None
+) -> watch.Watch:
     """Return a watch, with the options of main.py that it reads."""
     args = argparse.Namespace(
         timeout=timeout, compile=compile, profile=False, wandb=None
@@ -76,7 +77,7 @@ def start_watch(folder: Path, timeout=600, steps_done=0, compile=False) -> watch
     scheduler = argparse.Namespace(last_epoch=steps_done)
     run = argparse.Namespace(id="1a2b", scheduler=scheduler, folder=folder)
     watching = watch.Watch(args)
-    watching.begin(run, 6, CPU)
+    watching.begin(run, model or DistributedDataParallel(nn.Linear(4, 4)), 6)
     return watching
 
 
@@ -256,6 +257,48 @@ def test_stopped_before_the_first_step(tmp_path):
             os.kill(process.pid, signal.SIGUSR1)
         assert training.join() == [75, 75], training.text()
     assert "\nAsked to stop: saved step 1 of epoch 1, " in training.text()
+
+
+# Who is slow
+
+
+def train_slowly(folder: Path, fault: str) -> None:
+    """Train; rank 2 is slow."""
+    pause = 0.1 if dist.get_rank() == 2 else 0.0
+
+    def load():
+        for _ in range(20):
+            time.sleep(pause if fault == "data" else 0)
+            yield torch.ones(2, 4)
+
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    if fault == "forward":
+        model.module.register_forward_pre_hook(lambda *_: time.sleep(pause))
+    watching = start_watch(folder, model=model)
+    for samples in watching.batches(load()):
+        model(samples).sum().backward()
+    watching.speed(1)
+    watching.close()
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        (
+            "data",
+            r"waits for data (\d\d|100)% of the time \(median \d%\)",
+        ),
+        ("forward", r"is slow: its forward\(\) takes [\d.]+ times the median"),
+    ],
+)
+def test_slow_rank(fault, said, tmp_path):
+    """All ranks wait for it, and only one is named."""
+    with start_ranks(tmp_path, 4, train_slowly, fault) as ranks:
+        assert ranks.join() == [0, 0, 0, 0], ranks.text()
+    warnings = re.findall("^warning: .*", ranks.text(), re.MULTILINE)
+    named = [line for line in warnings if re.search(said, line)]
+    assert len(named) == 1, ranks.text()
+    assert named[0].startswith(f"warning: rank 2 on {HOST} "), named
 
 
 # Metrics
