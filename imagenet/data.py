@@ -1,16 +1,14 @@
 """What a rank trains on: the images of a split, in which order, and their decoding."""
 
 import argparse
-import atexit
 import functools
 import hashlib
 import io
 import json
 import logging
 import math
-import multiprocessing
+import multiprocessing.util
 import os
-import shutil
 import sys
 import tempfile
 import warnings
@@ -288,10 +286,6 @@ def build_loader(train: Augmented, valid: Augmented, workers: int) -> DataLoader
     # in the site's. What is in the job's own, job.sh removes.
     folder = archives.job_folder()  # under salloc, perhaps not made yet
     tempfile.tempdir = folder if os.path.isdir(folder) else None  # None: the site's
-    # The path of a socket has 107 bytes at most: if it is longer, the thread that makes
-    # it dies, and the training waits.
-    if len(tempfile.gettempdir()) > 74:
-        tempfile.tempdir = "/tmp"
     loader = DataLoader(
         BothSplits(train, valid),
         batch_sampler=BatchSampler(),
@@ -300,20 +294,8 @@ def build_loader(train: Augmented, valid: Augmented, workers: int) -> DataLoader
         persistent_workers=workers > 0,
     )
     if workers:
-        socket_folder()
         iter(loader)  # starts them
     return loader
-
-
-@functools.cache
-def socket_folder() -> str:
-    """Make the folder of the workers' sockets. Of a killed worker, this removes all."""
-    folder = tempfile.mkdtemp(prefix="pymp-")
-    # Python's own way to make it ends in a traceback if it is gone at the end.
-    multiprocessing.current_process()._config["tempdir"] = folder
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(resume.end_workers)  # before that
-    return folder
 
 
 def list_batches(data: BothSplits, run: resume.Run, args: argparse.Namespace):
@@ -362,8 +344,9 @@ def load_batches(loader: DataLoader, batches: Iterable, device: torch.device):
     workers load what comes next. No epoch begins with a wait.
     """
     loader.batch_sampler.batches = batches
+    folder = multiprocessing.util.get_temp_dir()
     try:
-        os.stat(socket_folder())  # without it, a worker would never answer
+        os.stat(folder)  # without it, a worker would never answer
         for batch in loader:
             if device.type == "cuda":
                 # Or the CPU would wait for the copy, and for the GPU's work before it.
@@ -371,8 +354,9 @@ def load_batches(loader: DataLoader, batches: Iterable, device: torch.device):
             yield [part.to(device, non_blocking=True) for part in batch]
     except FileNotFoundError:
         resume.end_workers()  # each would say at its end that its socket is not there
+        os.mkdir(folder)  # or Python would say so at its end
         raise StagingError(
-            f"{NODE} has lost {socket_folder()}, with the sockets of its workers: does "
+            f"{NODE} has lost {folder}, with the sockets of its workers: does "
             "another job's epilog, or a cleaner, remove files there?"
         ) from None
 

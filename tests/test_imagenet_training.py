@@ -339,7 +339,9 @@ def test_killed_then_stopped(undisturbed, tmp_path):
 
 def test_stopped_in_a_validation(undisturbed, tmp_path):
     """It may take longer than is left: it is left, and made when the run goes on."""
-    stopped = stop(tmp_path, RANKS, [*RUN, "--workers=0"], signal.SIGTERM, 1, 8)
+    stopped = stop(
+        tmp_path, RANKS, [*RUN, "--workers=0", "--save-steps=4"], signal.SIGTERM, 1, 8
+    )
     assert stopped.name == "epoch-001-step-000008.pt"
     assert not IMAGENET_EPOCH_LINE.search((tmp_path / "0.log").read_text())
     check_that_nothing_is_lost(tmp_path, stopped, undisturbed)
