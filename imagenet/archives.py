@@ -39,6 +39,7 @@ HIDDEN = re.compile(
 # What breaks a line of the log, changes a terminal, or is no UTF-8.
 UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 MOST_INFLATED = 2**28  # bytes: a small zip could ask for all the memory
+# This node's name, as --exclude takes it.
 NODE = os.environ.get("SLURMD_NODENAME", socket.gethostname())
 
 

@@ -5,14 +5,16 @@ import faulthandler
 import logging
 import os
 import re
+import socket
 import threading
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
-from archives import NODE
 from resume import tell_all
 
+# This node's name, as --exclude takes it.
+NODE = os.environ.get("SLURMD_NODENAME", socket.gethostname())
 # Seconds for what may take long on one rank, for which the others wait.
 SLOW = 30 * 60
 

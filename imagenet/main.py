@@ -46,7 +46,7 @@ from torchvision import models
 from tqdm import tqdm
 from watch import Watch
 
-# As --exclude takes it.
+# This node's name, as --exclude takes it.
 NODE = environ.get("SLURMD_NODENAME", socket.gethostname())
 
 

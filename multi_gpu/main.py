@@ -27,7 +27,7 @@ from torchvision import models
 from torchvision.datasets import CIFAR10
 from tqdm import tqdm
 
-# As --exclude takes it.
+# This node's name, as --exclude takes it.
 NODE = environ.get("SLURMD_NODENAME", socket.gethostname())
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     # backward(), and so all gradients. It skips a step whose gradients overflow.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
-    evaluation_batch_size = 4 * args.batch_size  # it keeps no activations
+    evaluation_batch_size = 4 * args.batch_size  # no backward(), so less memory
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
         batches = training_batches(train_set, global_batch_size, args.seed, epoch)

@@ -155,6 +155,28 @@ def test_rank_without_stacks(fault, culprit, tmp_path):
     assert set(find_hanging(text)) == {0, 1, 2} - {culprit}, text
 
 
+def count_connections(folder: Path) -> int:
+    """Return how many connections of this rank the watch has made."""
+    files = Path("/proc/self/fd")
+
+    def sockets() -> int:
+        return sum("/socket:" in os.path.realpath(file) for file in files.iterdir())
+
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    before = sockets()
+    watching = start_watch(folder, model=model)
+    made = sockets() - before
+    dist.barrier()
+    watching.close()
+    return made
+
+
+def test_connections(tmp_path):
+    """Ranks connect to rank 0 alone: each to each would take many ranks minutes."""
+    first, *others = run_ranks(6, count_connections, tmp_path)
+    assert 5 <= first < 12 and all(made < 5 for made in others), (first, others)
+
+
 def step_slowly(folder: Path) -> None:
     watching = start_watch(folder, timeout=4)
     for step in watching.batches(range(30)):
