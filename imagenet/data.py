@@ -40,7 +40,7 @@ Image.MAX_IMAGE_PIXELS = None
 class Images:
     """The images of a split, "train" or "val", as prepare_data.py has staged them.
 
-    A tree of class folders will do, too: see archives.list_tree.
+    A tree of class folders will do, too: see archives.list_tree. Each rank lists it.
     Forked workers share the index and the open archive. Each read names its offset: a
     position in the file would be that of all workers.
     """
@@ -48,20 +48,21 @@ class Images:
     def __init__(self, data_dir: Path, split: str, max_megapixels: int = 200):
         data_dir, self.split = Path(data_dir), split
         self.max_megapixels = max_megapixels
-        self.folder = data_dir / split
-        self.archive = None  # an open file, unless each image is a file
         index = data_dir / f"{split}.npy"
         staged = data_dir / "index.json"  # a tree may have its own
         if index.exists() and staged.exists():
             found = json.loads(staged.read_text())
             self.classes = found["classes"]
             self.index = np.load(index, mmap_mode="r")
-            self.archive = open(data_dir / found["archives"][split], "rb")
+            place = data_dir / found["archives"][split]
         else:
             self.classes, indices = list_tree(data_dir)
             self.index = indices[split]
-            if not (data_dir / "train").is_dir():
-                self.folder = data_dir  # one in ten of each CLASS/ is held out
+            place = data_dir
+        # An open file, unless each image is a file of a tree. If that has no train,
+        # one in ten of each CLASS/ is held out.
+        self.archive = None if place.is_dir() else open(place, "rb")
+        self.folder = place / split if (place / "train").is_dir() else place
         self.labels = self.index["label"]
 
     def __len__(self) -> int:

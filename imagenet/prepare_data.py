@@ -1,7 +1,8 @@
 """Stage ImageNet, or a zip or tar of your own, on a node's disk.
 
 The archives are copied as they are, and an index says where in them every image lies.
-Training reads the images from there, so there are no million small files.
+Training reads the images from there, so there are no million small files. Of a tree of
+class folders, only the index is made, once on each node.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def parse_args() -> argparse.Namespace:
         "--source",
         type=absolute_path,
         default=os.environ.get("IMAGENET_DIR", "."),
-        help="folder of ImageNet's archives, or a .zip or .tar of class folders",
+        help="folder of ImageNet's archives; class folders, or a .zip or .tar of them",
     )
     disk = archives.job_folder() or os.environ.get("SLURM_TMPDIR") or "."
     add(
@@ -76,7 +77,9 @@ def stage(args: argparse.Namespace) -> None:
     """Stage the source, unless it is there already."""
     start = time.perf_counter()
     source, data_dir = find_source(args.source), args.data_dir
-    files = {path.name: path.stat().st_mtime_ns for path in source.values()}
+    files = {}
+    for path in source.values():
+        files |= when_changed(path)
     wanted = {"files": files, "resize": args.resize}
     data_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     refuse_strangers(data_dir)
@@ -91,7 +94,7 @@ def stage(args: argparse.Namespace) -> None:
         if args.resize:
             write_index(folder, source, wanted)
             source = resize(folder, args)
-        else:
+        elif not source["train"].is_dir():
             source = copy(source, folder)
         images = write_index(folder, source, wanted)
         # If nodes share this disk, another one may have been faster.
@@ -102,11 +105,20 @@ def stage(args: argparse.Namespace) -> None:
 
 
 def find_source(path: Path) -> dict[str, Path]:
-    """Return ImageNet's archives in a folder, or one archive of both splits."""
-    if path.is_dir():
-        names = {"train": TRAIN, "val": VAL, "devkit": DEVKIT}
-        return {part: path / name for part, name in names.items()}
+    """Return ImageNet's archives in a folder, or an archive or tree of both splits."""
+    names = {"train": TRAIN, "val": VAL, "devkit": DEVKIT}
+    of_imagenet = {part: path / name for part, name in names.items()}
+    is_there = any(archive.exists() for archive in of_imagenet.values())
+    has_no_class = path.is_dir() and not any(path.glob("*/"))
+    if is_there or has_no_class:
+        return of_imagenet
     return {"train": path, "val": path}
+
+
+def when_changed(path: Path) -> dict[str, int]:
+    """Return when an archive was changed, or each folder of a tree."""
+    found = [path, *path.glob("*/"), *path.glob("*/*/")]
+    return {str(f.relative_to(path.parent)): f.stat().st_mtime_ns for f in found}
 
 
 def refuse_strangers(data_dir: Path) -> None:
@@ -187,6 +199,8 @@ def write_index(folder: Path, source: dict[str, Path], wanted: dict) -> int:
 def list_images(source: dict[str, Path]) -> list[Member]:
     """Return all images of the archives."""
     train = source["train"]
+    if train.is_dir():
+        return archives.list_tree(train)
     members = archives.list_members(train)
     if "devkit" not in source:
         return archives.find_images(members, train.name)

@@ -204,6 +204,16 @@ def test_a_tree_of_classes(tmp_path, data_dir):
         images, staged = Images(tree, split), Images(data_dir, split)
         assert len(images) == count and images.fingerprint == staged.fingerprint
     assert images.name(0) == f"{tree}/a/0.JPG"
+    # Of a tree, a node makes an index, which all its ranks use.
+    index = data_dir.with_name("index")
+    run(tree, index)
+    assert contents(index) == {"index.json", "train.npy", "val.npy"}
+    indexed = Images(index, "val")
+    assert indexed.fingerprint == images.fingerprint
+    assert torch.equal(indexed.read_bytes(1), images.read_bytes(1))
+    assert run(tree, index).endswith(f"{index} is staged already\n")
+    (tree / "b" / "99.jpg").write_bytes(JPEG)
+    assert "it has something else in it" in run(tree, index, exit_code=1)
 
 
 def test_in_dataloader_workers(imagenet, data_dir):
