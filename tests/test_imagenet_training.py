@@ -536,7 +536,7 @@ def test_workers_start_before_the_process_group(tmp_path):
     """To fork a process that has NCCL up may hang."""
     # The group is not up as long as a rank is missing.
     with Training(tmp_path, 2, *ENDLESS, started=1) as training:
-        training.wait_for(lambda: len(training.children()) == 2)
+        training.wait_for(lambda: len(training.children()) == 1)
 
 
 def test_workers(tmp_path):
@@ -547,7 +547,7 @@ def test_workers(tmp_path):
     with Training(tmp_path, 2, *ENDLESS) as training:
         training.wait_for(lambda: "\nWorld size " in training.text())
         workers = training.children()
-        assert len(workers) == 4
+        assert len(workers) == 2
         training.wait_for(lambda: "\nEpoch 1: " in training.text())
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             for worker in workers:
