@@ -48,7 +48,7 @@ LEADS_ON = re.compile(
     r"earl(y|ier|iest)\s+(error|line)|own\s+error|line\s+above|reasons\s+below"
 )
 SAYS_ERROR = re.compile(
-    "[Ee]rr(or|no)|ERROR|CANCELLED|[Ff]ailed|^\\(|srun: |slurmstepd"
+    "[Ee]rr(or|no)|ERROR|CANCELLED|[Ff]ailed|not found|^\\(|srun: |slurmstepd"
 )
 # ANSI's colours.
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
