@@ -47,8 +47,10 @@ LITERAL = re.compile(r"``(.+?)``")
 LEADS_ON = re.compile(
     r"earl(y|ier|iest)\s+(error|line)|own\s+error|line\s+above|reasons\s+below"
 )
+# PyTorch's C++ code marks its errors with E or F: [rank3]:[E1119 13:21 …].
 SAYS_ERROR = re.compile(
-    "[Ee]rr(or|no)|ERROR|CANCELLED|[Ff]ailed|^\\(|srun: |slurmstepd"
+    "[Ee]rr(or|no)|ERROR|CANCELLED|[Ff]ailed|not found|^\\(|srun: |slurmstepd"
+    "|\\[[EF][ \\d]"
 )
 # ANSI's colours.
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -307,7 +309,9 @@ class Findings:
             self.errors.append((number, line))
         if best and id(best[1]) not in self.lines:
             _, entry, place = best
-            order = max(entry.order, 0 if SAYS_ERROR.search(line) else 1)
+            # NCCL INFO: what NCCL has tried, and does without.
+            says = 0 if SAYS_ERROR.search(line) else 1
+            order = max(entry.order, 2 if "NCCL INFO" in line else says)
             line = line[max(0, place - 200) :]
             self.lines[id(entry)] = (order, number, line, entry)
 

@@ -86,6 +86,57 @@ def test_what_was_seen_is_explained(session):
     assert entry and names & set(entry.messages), entry
 
 
+# Of public threads: a message of the entry that tells most, and a log that also has
+# lines of other entries.
+LOGS = [
+    (
+        "Watchdog caught",
+        "NCCL INFO Plugin: libnccl-net.so: cannot open shared object file",
+        "[rank3]:[E1119] Watchdog caught collective operation timeout: ",
+    ),
+    (
+        "EADDRINUSE",
+        "[c10d] failed to bind (errno: 98 - Address already in use).",
+        "ncclRemoteError: A call failed possibly due to a network error",
+    ),
+    (
+        "execve(): torchrun",
+        "slurmstepd: error: execve(): torchrun: No such file or directory",
+        "srun: error: g1301: task 0: Exited with exit code 2",
+    ),
+    (
+        "slurm_script: No such",
+        "slurmstepd: error: execve(): /tmp/9/slurm_script: No such file or directory",
+    ),
+    (
+        "command not found",
+        "slurm_script: line 8: conda: command not found",
+        "ModuleNotFoundError: No module named 'torch'",
+    ),
+    (
+        "*** JOB 7 ON",
+        "slurmstepd: error: *** JOB 8 ON n CANCELLED AT 2024-05-01T12:00:00 ***",
+        "slurmstepd: error: *** STEP 8.0 ON n CANCELLED AT 2024-05-01T12:00:00 ***",
+    ),
+    (
+        "DUE TO TIME LIMIT",
+        "slurmstepd: error: *** JOB 8 ON n CANCELLED AT 2024 DUE TO TIME LIMIT ***",
+        "srun: error: n: task 0: Terminated",
+    ),
+    (
+        "Unable to confirm",
+        "srun: error: Unable to confirm allocation for job 8: Invalid job id specified",
+    ),
+]
+
+
+@pytest.mark.parametrize("log", LOGS, ids=[log[0] for log in LOGS])
+def test_the_line_that_tells_most_comes_first(log):
+    message, *lines = log
+    entry = first_entry("\n".join(lines))
+    assert entry and any(message in each for each in entry.messages), entry
+
+
 LOG = """\
 World size 8: 129 steps an epoch
 [c10d] The hostname of the client socket cannot be retrieved. err=-3
@@ -199,7 +250,7 @@ def test_the_number_of_a_job(tmp_path):
     [
         ("FAILED", "3:0", "The earliest error is the cause"),
         ("FAILED", "152:0", "A limit on CPU time"),
-        ("TIMEOUT", "0:0", "The time limit"),
+        ("TIMEOUT", "0:0", "It reached `--time`"),
         ("OUT_OF_MEMORY", "0:125", "Out of memory"),
     ],
 )

@@ -23,7 +23,8 @@ function findEntries(text) {
       }
     }
     if (best && !found.has(best.entry)) {
-      best.order = Math.max(best.entry.order, new RegExp(SAYS_ERROR).test(line) ? 0 : 1);
+      const says = line.includes("NCCL INFO") ? 2 : new RegExp(SAYS_ERROR).test(line) ? 0 : 1;
+      best.order = Math.max(best.entry.order, says);
       found.set(best.entry, best);
     }
   });
