@@ -132,7 +132,8 @@ class Run:
             vars(self)[name] = part
             self._names.append(name)
         if self._place:
-            self._restore(parts)
+            # What the loops still add, as groups to an optimizer, may be missing.
+            self._restore(parts, is_last=False)
 
     def loop(self, items: Iterable | Callable, group: int = 1) -> Iterator:
         """Yield the items that are left. Save and stop only between turns of a loop.
@@ -194,8 +195,8 @@ class Run:
         return sums
 
     def log(self, **values) -> None:
-        """Add a line of JSON to metrics.jsonl. A resume drops those after its step."""
-        self._lines.append(json.dumps(values))
+        """Add a line to metrics.jsonl. A resume drops those after its save."""
+        self._lines.append(json.dumps(values, default=float))
         text = "".join(f"{line}\n" for line in self._lines)
         path = self.folder / "metrics.jsonl"
         on_rank_0(f"cannot write {path}", lambda: path.write_text(text))
@@ -484,8 +485,8 @@ class Run:
             "if its node is gone, and there is no such run, remove its file named lock"
         )
 
-    def _restore(self, names: Iterable) -> None:
-        """Give parts the state that was saved of them."""
+    def _restore(self, names: Iterable, is_last: bool = True) -> None:
+        """Give parts the state that was saved of them. At last, all must fit."""
         own = self._own[rank() % len(self._own)]
         for name in names:
             part, state = unwrap(getattr(self, name)), self._saved.get(name)
@@ -494,13 +495,15 @@ class Run:
             if not is_object(part):
                 setattr(self, name, state if name in own else part)
             elif state != {}:  # as of a scaler that was idle, in another precision
-                if not is_model(part) and self._weights.get(name) != weights_of(part):
-                    fail(f"the checkpoint's {name} does not fit: it has other groups")
                 try:
                     # A copy: the tensors lie in the file, which is deleted later.
                     part.load_state_dict(copy.deepcopy(state))
+                    saved = self._weights.get(name)
+                    if not is_model(part) and saved != weights_of(part):
+                        raise ValueError("it is of other weights, or of another kind")
                 except Exception as error:  # of several kinds
-                    fail(f"the checkpoint's {name} does not fit: {error!r}")
+                    if is_last:
+                        fail(f"the checkpoint's {name} does not fit: {error!r}")
 
 
 class Level:

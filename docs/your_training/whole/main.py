@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import os
 import subprocess
 import time
@@ -72,7 +71,7 @@ def main():
     precision = torch.autocast(device.type, half, enabled=device.type == "cuda")
     scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
 
-    run = resume.Run(settings=vars(args) | data_settings, best=0.0, history=[])
+    run = resume.Run(settings=vars(args) | data_settings, best=0.0)
     run.add(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     for epoch in run.loop(range(args.epochs)):
         begin, before = time.perf_counter(), run.step
@@ -83,17 +82,14 @@ def main():
         scheduler.step()
         if accuracy > run.best:
             run.best = accuracy
-            run.write("best.pt", model.module.state_dict())
-        run.history.append({"epoch": epoch, "loss": loss, "accuracy": accuracy})
-        if rank == 0:
-            print(
-                f"Epoch {epoch}: loss {loss:.4f} over {count:.0f} samples, "
-                f"{world_size} x {device.type}, {rate:.0f} samples/s, "
-                f"valid accuracy {accuracy:.2%} of {len(valid_set)}"
-            )
-            lines = [json.dumps(line) + "\n" for line in run.history]
-            (run.folder / "metrics.jsonl").write_text("".join(lines))
-    run.write("model.pt", model.module.state_dict())
+            run.write("best.pt", model)
+        run.log(epoch=epoch, loss=loss, accuracy=accuracy)
+        resume.say(
+            f"Epoch {epoch}: loss {loss:.4f} over {count:.0f} samples, "
+            f"{world_size} x {device.type}, {rate:.0f} samples/s, "
+            f"valid accuracy {accuracy:.2%} of {len(valid_set)}"
+        )
+    run.write("model.pt", model)
     dist.barrier()  # srun would end rank 0 a minute after the others
     time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
     dist.destroy_process_group()
