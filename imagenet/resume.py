@@ -444,7 +444,7 @@ class Run:
 
     def _find(self) -> str | None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock_folder()
+        lock(self.folder)
         for partial in self.folder.glob("*.pt.partial"):
             partial.unlink()
         for path in self._paths():
@@ -466,24 +466,6 @@ class Run:
                 "none was saved, or the nodes do not share this disk"
             )
         return None
-
-    def _lock_folder(self) -> None:
-        """Keep other runs out of the folder, until this process ends."""
-        # Nobody else may open the file: who can only read the folder could hold it.
-        path = self.folder / "lock"
-        self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        # A job that was just killed may hold the lock a little longer.
-        for _ in range(60):
-            try:
-                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(1)
-            except OSError:  # a file system without locks
-                return
-        raise RunError(
-            f"another run writes to {self.folder}: choose another folder; "
-            "if its node is gone, and there is no such run, remove its file named lock"
-        )
 
     def _restore(self, names: Iterable, is_last: bool = True) -> None:
         """Give parts the state that was saved of them. At last, all must fit."""
@@ -672,6 +654,24 @@ def on_rank_0(failure: str, function: Callable, around=contextlib.nullcontext):
     if error:
         fail(error)
     return answer
+
+
+def lock(folder: Path) -> None:
+    """Keep other runs out of a folder, until this process ends."""
+    # Nobody else may open the file: who can only read the folder could hold it.
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    # A job that was just killed may hold the lock a little longer.
+    for _ in range(60):
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(1)
+        except OSError:  # a file system without locks
+            return
+    raise RunError(
+        f"another run writes to {folder}: choose another folder; "
+        "if its node is gone, and there is no such run, remove its file named lock"
+    )
 
 
 def say(text: str) -> None:

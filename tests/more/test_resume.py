@@ -3,7 +3,10 @@
 Each shape of a script runs undisturbed, and again, stopped after every five turns.
 """
 
+import contextlib
+import functools
 import hashlib
+import io
 import itertools
 import multiprocessing
 import os
@@ -297,6 +300,47 @@ def fail_in(folder, work) -> str:
 def test_refused(work, said, tmp_path):
     (line,) = run_ranks(1, fail_in, tmp_path, work)
     assert line.startswith(said)
+
+
+def read(kind: str) -> str:
+    """Return what a training on a loader prints."""
+    loaders = {
+        "shares": load(),
+        "all": DataLoader(Crops(16), 8, shuffle=True),
+        "the same": DataLoader([torch.ones(4)] * 16, 8),
+    }
+    loader, (model, optimizer) = loaders[kind], build()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run = resume.Run(model=model, optimizer=optimizer)
+        for inputs in run.loop(loader):
+            take_step(model, optimizer, inputs)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("shares", ""),
+        ("all", "warning: each rank reads all 16 samples: give the loader a Distr"),
+        ("the same", "warning: all ranks have read the same first batch: give the"),
+    ],
+)
+def test_ranks_that_read_the_same(kind, said, tmp_path):
+    work = functools.partial(read, kind)
+    printed, _ = run_ranks(2, fail_in, tmp_path, work)
+    assert printed.startswith(said) and printed.count("\n") == int(said != "")
+
+
+def write_a_compiled_model(folder) -> list[str]:
+    os.environ["RUN_DIR"] = str(folder)
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    resume.Run().write("model.pt", DistributedDataParallel(compiled))
+    return [*torch.load(folder / "model.pt")]
+
+
+def test_names_of_weights(tmp_path):
+    found = run_ranks(1, write_a_compiled_model, tmp_path)
+    assert found == [["weight", "bias"]]
 
 
 def other_settings() -> str:

@@ -460,6 +460,42 @@ def test_other_arguments(ranks, tmp_path):
     assert ended.exit_code == 75, ended
     (ended,) = ranks(folder, "--epochs=2", "--batch-size=32")
     assert ended.exit_code == 1 and ended.find("batch_size 64, not 32"), ended
+    for argument in ("--epochs=0", "--accumulate=-1", "--learning-rate=-1"):
+        (ended,) = ranks(folder, argument)
+        assert ended.find("^main.py: error: all of these must be above 0$"), ended
+
+
+def test_damaged_data_to_validate(ranks, tmp_path):
+    """It ends the job, and what was trained before it is saved."""
+    valid = "valid_set = TensorDataset(images[4096:, :, 2:10, 2:10], classes[4096:])"
+    folder = write(tmp_path, WHOLE.read_text(), (valid, "valid_set = [None] * 8"))
+    (ended,) = ranks(folder)
+    assert ended.exit_code == 1 and ended.find("NoneType"), ended
+    assert list(folder.glob("epoch-*.pt")), ended
+
+
+def test_hang(ranks, tmp_path):
+    """With the page's line, both ranks end, and the log says which one slept."""
+    (line,) = re.findall("^ +(for epoch in hangs.watched.*)minutes=10.*$", PAGE, re.M)
+    shutil.copy(RESUME.with_name("hangs.py"), tmp_path)
+    step = "        optimizer.step()\n"
+    happens = "        if rank == run.step == 1:\n            time.sleep(200)\n"
+    folder = write(
+        tmp_path,
+        SEVERAL.read_text().replace("16384, 2", "1280, 2"),
+        ("import resume\n", "import hangs\nimport resume\n"),
+        ("for epoch in run.loop(range(epochs)):", f"{line}minutes=0.1):"),
+        (step, happens + step),
+    )
+    ended = ranks(folder, ranks=2)
+    assert [rank.exit_code for rank in ended] == [1, 1], ended
+    assert ended[1].find("rank 1 on .* has not moved for . s: it trains"), ended
+    assert ended[1].find('main.py", line .* in <module>'), ended
+    # What comes after the loop may take longer.
+    text = (folder / "main.py").read_text().replace(happens, "")
+    write(folder, text, ("dist.barrier()  #", "time.sleep(8)\ndist.barrier()  #"))
+    ended = ranks(folder, ranks=2)
+    assert [rank.exit_code for rank in ended] == [0, 0], ended
 
 
 @pytest.mark.usefixtures("nothing_left")

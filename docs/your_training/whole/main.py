@@ -51,6 +51,8 @@ def main():
     add("--accumulate", type=int, default=2, help="batches in a step")
     add("--learning-rate", type=float, default=0.005)
     args = parser.parse_args()
+    if min(args.epochs, args.batch_size, args.accumulate, args.learning_rate) <= 0:
+        parser.error("all of these must be above 0")
     device = join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     cpus = int(os.environ.get("SLURM_CPUS_PER_TASK", 1))
@@ -78,6 +80,7 @@ def main():
         loss, count = train(args, run, loader, device, precision)
         trained = (run.step - before) * args.batch_size * world_size  # in this start
         rate = trained / (time.perf_counter() - begin)
+        run.save()  # a damaged image to validate must not cost the epoch
         accuracy = evaluate(run, valid_loader, device, precision)
         scheduler.step()
         if accuracy > run.best:
