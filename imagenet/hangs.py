@@ -3,15 +3,17 @@
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import re
 import socket
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
+import resume
 import torch.distributed as dist
-from resume import tell_all
 
 # This node's name, as --exclude takes it.
 NODE = os.environ.get("SLURMD_NODENAME", socket.gethostname())
@@ -21,12 +23,13 @@ SLOW = 30 * 60
 
 def log_stacks(message: str) -> None:
     """Say what is wrong with this rank, and what its threads are doing."""
+    rank = os.environ.get("RANK", resume.rank())
     # All in one piece: other ranks write to the same log.
     with open(os.memfd_create("stacks"), "w+") as stacks:
         faulthandler.dump_traceback(stacks)
         stacks.seek(0)
         logging.error(
-            f"error: rank {os.environ['RANK']} on {NODE} {message}\n{stacks.read()}"
+            f"error: rank {rank} on {NODE} {message}\n{stacks.read()}"
         )
 
 
@@ -55,7 +58,7 @@ class HangWatch:
     def connect(self) -> None:
         """Let the threads of all ranks meet later, in a group of their own."""
         ranks = range(dist.get_world_size())
-        self.hosts = [tell_all(NODE, rank) for rank in ranks]
+        self.hosts = [resume.tell_all(NODE, rank) for rank in ranks]
         limit = timedelta(seconds=0.3 * self.timeout)
         # Only with rank 0. Of many ranks, connections of each to each take minutes.
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
@@ -114,3 +117,25 @@ class HangWatch:
                 "stopped or has ended, its C code keeps Python's lock, or its node or "
                 "the network is down"
             )
+
+
+def watched(run: resume.Run, items: Iterable, minutes: float = 10) -> Iterator:
+    """Yield what the outermost loop of one's own script does. A hang in it ends all.
+
+        for epoch in hangs.watched(run, run.loop(range(epochs))):
+
+    It is one if no turn of an inner loop ends in so many minutes.
+    """
+    watch = HangWatch(60 * minutes)
+    if dist.is_initialized():
+        watch.connect()
+
+    def tick(totals=None, turns_per_second=0) -> None:
+        watch.tick("trains or validates", watch.timeout)
+
+    run.on_meeting, run.while_saving = tick, watch.paused
+    tick()
+    try:
+        yield from items
+    finally:
+        watch.tick("has trained", math.inf)

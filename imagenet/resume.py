@@ -9,7 +9,8 @@
             ...  # one step, which adds to metrics in place
         if accuracy > run.best:
             run.best = accuracy
-            run.write("best.pt", model.state_dict())
+            run.write("best.pt", model)
+        run.log(epoch=epoch, accuracy=accuracy)
 
 The next start runs the lines around the loops again. Then all that Run was given gets
 the state that was saved, and the innermost loop goes on with its next turn. Works with
@@ -35,7 +36,9 @@ import signal
 import sys
 import tempfile
 import time
+import types
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -66,6 +69,7 @@ SHARED = (
 )
 # What else of a run is in its checkpoint.
 KEPT = ("epoch", "step", "settings", "_seed", "_totals", "_place", "_own")
+KEPT += ("_lines", "_weights")
 
 
 class RunError(Exception):
@@ -103,7 +107,8 @@ class Run:
         self._stop_at = int(os.environ.get("STOP_AT") or 0)
         self._names, self._levels = [], [Level()]  # the first is around all loops
         self._sums, self._sums_at_end, self._totals = [], [], []
-        self._seed, self._place, self._own = None, [], []
+        self._seed, self._place, self._own, self._lines = None, [], [], []
+        self._weights, self._first_item, self._warnings = {}, None, set()
         self._load()
         self._saved_at = self._met_at = time.monotonic()
         # The first meeting is after one turn: also a start that must stop at once gets
@@ -127,7 +132,8 @@ class Run:
             vars(self)[name] = part
             self._names.append(name)
         if self._place:
-            self._restore(parts)
+            # What the loops still add, as groups to an optimizer, may be missing.
+            self._restore(parts, is_last=False)
 
     def loop(self, items: Iterable | Callable, group: int = 1) -> Iterator:
         """Yield the items that are left. Save and stop only between turns of a loop.
@@ -145,6 +151,8 @@ class Run:
                 rest = self._rest(items, level, group)
                 self._draw("item")
                 for item in rest:
+                    if self._first_item is None and isinstance(items, DataLoader):
+                        self._first_item = zlib.crc32(pack(item))
                     self._draw("turn")
                     yield item
                     self._end_turn(level, group)
@@ -157,8 +165,10 @@ class Run:
 
     def pausable(self, batches: Iterable) -> Iterator:
         """Yield the batches of a validation. Stopped, it begins again."""
-        self._begin()
+        level = self._begin()
         count = reduce([length(batches)], dist.ReduceOp.MIN)[0]  # a rank may have fewer
+        if isinstance(batches, DataLoader):
+            batches = self._rest(batches, level or Level(), 1)
         for number, batch in enumerate(batches):
             if number < count and number % 20 == 0:
                 self._meet(at_point=True)
@@ -184,9 +194,21 @@ class Run:
         self._sums.append((len(self._levels), sums))
         return sums
 
+    def log(self, **values) -> None:
+        """Add a line to metrics.jsonl. A resume drops those after its save."""
+        self._lines.append(json.dumps(values, default=float))
+        text = "".join(f"{line}\n" for line in self._lines)
+        path = self.folder / "metrics.jsonl"
+        on_rank_0(f"cannot write {path}", lambda: path.write_text(text))
+
     def write(self, name: str, content) -> None:
-        """Let rank 0 write a file into the run's folder, whole or not at all."""
+        """Let rank 0 write a file into the run's folder, whole or not at all.
+
+        Of a model, these are the weights, by the names that they have without DDP.
+        """
         path = self.folder / name
+        if isinstance(content, nn.Module):
+            content = unwrap(content).state_dict()
         function = functools.partial(write, path, content)
         on_rank_0(f"cannot write {path}", function, self.while_saving)
 
@@ -237,7 +259,7 @@ class Run:
         if isinstance(items, (range, list, tuple)):
             return items[level.done :]
         if isinstance(items, DataLoader):
-            if replicas := getattr(items.sampler, "num_replicas", 0):
+            if replicas := getattr(sampler_of(items), "num_replicas", 0):
                 turns = level.done * len(self._own) // replicas
                 turns -= turns % group
                 self.step += turns - level.done
@@ -258,15 +280,24 @@ class Run:
         """Let a loader's order follow from its place in the run. Return its seed."""
         # These know nothing of other ranks: each rank has an order of its own.
         alone = RandomSampler, WeightedRandomSampler, SubsetRandomSampler
-        own = rank() if isinstance(loader.sampler, alone) else 0
+        sampler = sampler_of(loader)
+        own = rank() if isinstance(sampler, alone) else 0
         order = make_seed(self._seed, "order", *self._where()[:-1], own)
-        for part in (loader.dataset, loader.sampler, loader.batch_sampler, loader):
+        for part in (loader.dataset, sampler, loader.batch_sampler, loader):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self._levels[-2].done)
-            if isinstance(getattr(part, "generator", None), torch.Generator):
-                part.generator.manual_seed(order)
-        seed(order)
+        seed(order, find_generators(loader))
+        if type(sampler) is RandomSampler and len(sampler) == len(loader.dataset):
+            self._warn(
+                f"each rank reads all {len(sampler)} samples: give the loader a "
+                "DistributedSampler, unless each rank has samples of its own"
+            )
         return order
+
+    def _warn(self, message: str) -> None:
+        if world_size() > 1 and message not in self._warnings:
+            self._warnings.add(message)
+            say(f"warning: {message}")
 
     def _where(self) -> list[int]:
         return [n for level in self._levels for n in (level.number, level.done)]
@@ -288,8 +319,7 @@ class Run:
         if self._since_meeting:
             self.on_meeting(self._totals, speed)
         if not self._is_checked:
-            self._pack_own()  # what cannot be saved is refused now
-            self._is_checked = True
+            self._check()
         if stop or due:
             self._save(at_point)
         if stop:
@@ -302,6 +332,26 @@ class Run:
         # Again in 20 turns or two seconds: a signal leaves little time.
         self._since_meeting, self._met_at = 0, time.monotonic()
         self._meeting = max(1, min(20, int(2 * speed)))
+
+    def _check(self) -> None:
+        """After the first turn, refuse what would go wrong later, or in silence."""
+        self._is_checked = True
+        self._pack_own()
+        for name, weights in self._weights.items():
+            part = unwrap(getattr(self, name))
+            frozen = [key for key in weights if key not in weights_of(part)]
+            if is_model(part) and frozen:
+                fail(
+                    f"the checkpoint's {name} has trained {frozen[0]}, which is frozen "
+                    "now: unfreeze by >= and not by ==, above the inner loop"
+                )
+        first = self._first_item or 0
+        least, most = reduce([first, -first], dist.ReduceOp.MIN)
+        if first and least == -most:
+            self._warn(
+                "all ranks have read the same first batch: give the loader a "
+                "DistributedSampler, or each rank samples of its own"
+            )
 
     def _own_sums(self) -> list[float]:
         return [number for _, sums in self._sums for number in sums.tolist()]
@@ -334,6 +384,7 @@ class Run:
         about = {name: getattr(self, name) for name in KEPT} | {"_place": place}
         about["_own"] = [tell_all(own, other) for other in range(world_size())]
         parts = {name: unwrap(getattr(self, name)) for name in self._names}
+        about["_weights"] = {name: weights_of(part) for name, part in parts.items()}
         state = {name: p.state_dict() for name, p in parts.items() if name not in own}
         return state | {"resume": about}
 
@@ -393,7 +444,7 @@ class Run:
 
     def _find(self) -> str | None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock_folder()
+        lock(self.folder)
         for partial in self.folder.glob("*.pt.partial"):
             partial.unlink()
         for path in self._paths():
@@ -416,26 +467,8 @@ class Run:
             )
         return None
 
-    def _lock_folder(self) -> None:
-        """Keep other runs out of the folder, until this process ends."""
-        # Nobody else may open the file: who can only read the folder could hold it.
-        path = self.folder / "lock"
-        self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        # A job that was just killed may hold the lock a little longer.
-        for _ in range(60):
-            try:
-                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(1)
-            except OSError:  # a file system without locks
-                return
-        raise RunError(
-            f"another run writes to {self.folder}: choose another folder; "
-            "if its node is gone, and there is no such run, remove its file named lock"
-        )
-
-    def _restore(self, names: Iterable) -> None:
-        """Give parts the state that was saved of them."""
+    def _restore(self, names: Iterable, is_last: bool = True) -> None:
+        """Give parts the state that was saved of them. At last, all must fit."""
         own = self._own[rank() % len(self._own)]
         for name in names:
             part, state = unwrap(getattr(self, name)), self._saved.get(name)
@@ -447,8 +480,12 @@ class Run:
                 try:
                     # A copy: the tensors lie in the file, which is deleted later.
                     part.load_state_dict(copy.deepcopy(state))
+                    saved = self._weights.get(name)
+                    if not is_model(part) and saved != weights_of(part):
+                        raise ValueError("it is of other weights, or of another kind")
                 except Exception as error:  # of several kinds
-                    fail(f"the checkpoint's {name} does not fit: {error!r}")
+                    if is_last:
+                        fail(f"the checkpoint's {name} does not fit: {error!r}")
 
 
 class Level:
@@ -459,6 +496,11 @@ class Level:
 
     def __init__(self, number: int = 0, done: int = 0):
         self.number, self.done = number, done
+
+
+def sampler_of(loader: DataLoader):
+    """Return what draws the samples. A batch sampler of one's own may hold it."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
 def load_rest(loader: DataLoader, done: int, order: int) -> DataLoader:
@@ -479,17 +521,27 @@ def load_rest(loader: DataLoader, done: int, order: int) -> DataLoader:
 class Seeded:
     """A data set whose samples draw what follows from their order and index."""
 
-    data = __getitems__ = None  # a loader takes one sample after the other
+    data = None
 
     def __init__(self, data):
-        self.data = data
+        self.data, self.generators = data, find_generators(data)
 
     def __getattr__(self, name: str):
         return getattr(self.data, name)
 
     def __getitem__(self, key: tuple):
-        seed(make_seed(*key))
+        seed(make_seed(*key), self.generators)
         return self.data[key[1]]
+
+    @property
+    def __getitems__(self):
+        """How a loader reads a batch, for data sets that can; else None."""
+        read = getattr(self.data, "__getitems__", None)
+        return read and functools.partial(self._read_batch, read)
+
+    def _read_batch(self, read: Callable, keys: list[tuple]):
+        seed(make_seed(*keys), self.generators)
+        return read([index for _, index in keys])
 
 
 def make_seed(*values) -> int:
@@ -499,8 +551,39 @@ def make_seed(*values) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def seed(number: int) -> None:
+def find_generators(thing) -> list:
+    """Return the random generators that an object's attributes hold, at any depth."""
+    kinds = [random.Random, torch.Generator]
+    if numpy := sys.modules.get("numpy"):
+        kinds += [numpy.random.Generator, numpy.random.RandomState]
+    found, seen, left = [], set(), [thing]
+    while left and len(seen) < 10000:
+        thing = left.pop()
+        if id(thing) in seen or isinstance(thing, (type, types.ModuleType)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, tuple(kinds)):
+            found.append(thing)
+        elif isinstance(thing, (list, tuple)):
+            left += thing[:100]  # not a million names
+        elif isinstance(thing, dict):
+            left += list(thing.values())[:100]
+        else:
+            left += getattr(thing, "__dict__", {}).values()
+    return found
+
+
+def seed(number: int, generators: Iterable = ()) -> None:
     """Seed what draws here. torch.manual_seed would take 0.2 ms, for all devices."""
+    for place, generator in enumerate(generators):
+        own = make_seed(number, place)  # or all would draw alike
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(own)
+        elif hasattr(generator, "bit_generator"):
+            bits = generator.bit_generator
+            bits.state = type(bits)(own).state
+        else:
+            generator.seed(own % 2**32)
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(number)
@@ -573,6 +656,24 @@ def on_rank_0(failure: str, function: Callable, around=contextlib.nullcontext):
     return answer
 
 
+def lock(folder: Path) -> None:
+    """Keep other runs out of a folder, until this process ends."""
+    # Nobody else may open the file: who can only read the folder could hold it.
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    # A job that was just killed may hold the lock a little longer.
+    for _ in range(60):
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(1)
+        except OSError:  # a file system without locks
+            return
+    raise RunError(
+        f"another run writes to {folder}: choose another folder; "
+        "if its node is gone, and there is no such run, remove its file named lock"
+    )
+
+
 def say(text: str) -> None:
     if rank() == 0:
         with contextlib.suppress(OSError):  # the log's disk may be full
@@ -605,6 +706,10 @@ def unwrap(part):
     return getattr(part, "_orig_mod", part)
 
 
+def is_model(part) -> bool:
+    return isinstance(part, nn.Module)
+
+
 def is_object(part) -> bool:
     return hasattr(part, "load_state_dict")
 
@@ -621,6 +726,15 @@ def check_weights(model: nn.Module, failure: str) -> None:
     # The same numbers, added up by another kind of processor, differ a little.
     if most + least > 1e-9 * most:
         fail(f"{failure} differ between ranks: call DDP's forward() in each turn")
+
+
+def weights_of(part) -> list:
+    """Return which weights a model trains, or what an optimizer has in each group."""
+    if isinstance(part, nn.Module):
+        return [name for name, w in part.named_parameters() if w.requires_grad]
+    groups = getattr(part, "param_groups", ())
+    shapes = [[list(weight.shape) for weight in group["params"]] for group in groups]
+    return [type(part).__name__, *shapes]
 
 
 def pack(value) -> bytes:

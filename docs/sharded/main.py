@@ -7,6 +7,7 @@ import subprocess
 import time
 import zlib
 from glob import glob
+from pathlib import Path
 
 import numpy as np
 import resume
@@ -102,6 +103,7 @@ optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9
 settings = {"batch_size": args.batch_size, "epochs": args.epochs, "data": digest}
 run = {"model": model, "optimizer": optimizer, "settings": dict(settings)}
 
+resume.on_rank_0("cannot lock the folder", lambda: resume.lock(Path(run_dir)))
 path = max(found, key=lambda path: int(path.split("-")[-1]), default=args.resume)
 path = resume.tell_all(path)  # rank 0 decides for all
 first = int(path.split("-")[-1]) if path else 0

@@ -26,6 +26,7 @@ def fail(message):
 
 if os.path.exists(target) and os.path.exists(old):
     fail(f"{old} is there: remove it when no job reads it")
+shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed
 for path in sorted(Path(source).rglob("*.tar")):
     # A damaged header would end the shard, in silence. After its end are zeros only.
     try:

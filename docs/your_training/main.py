@@ -31,4 +31,4 @@ for epoch in run.loop(range(epochs)):
         metrics[1] += len(targets)
     total, count = metrics
     print(f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples")
-    run.write("model.pt", model.state_dict())
+    run.write("model.pt", model)

@@ -3,7 +3,10 @@
 Each shape of a script runs undisturbed, and again, stopped after every five turns.
 """
 
+import contextlib
+import functools
 import hashlib
+import io
 import itertools
 import multiprocessing
 import os
@@ -17,7 +20,15 @@ import torch.distributed as dist
 from test_checkpoint import refused, resume, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    WeightedRandomSampler,
+    random_split,
+)
 
 pytestmark = pytest.mark.timeout(400)
 STOPPED = 75  # the status
@@ -40,30 +51,52 @@ def take_step(model, optimizer, inputs) -> torch.Tensor:
 
 
 class Crops(Dataset):
-    """Samples that draw in all usual ways."""
+    """Samples that draw in all usual ways, also from generators of their own."""
 
     def __init__(self, size: int = 128):
         self.size = size
+        self.transforms = [{"numpy": np.random.default_rng(), "other": Crops.Own()}]
+
+    class Own:
+        def __init__(self):
+            self.legacy, self.python = np.random.RandomState(), random.Random()
+            self.torch = torch.Generator()
+            self.torch.seed()
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> torch.Tensor:
         assert index in range(self.size)
-        return index / 99 + torch.randn(4) * random.random() + np.random.rand()
+        (own,) = self.transforms
+        other = own["other"]
+        drawn = own["numpy"].random() + other.legacy.rand() * other.python.random()
+        noise = torch.randn(4, generator=other.torch) * drawn
+        return noise + index / 99 + torch.randn(4) * random.random() + np.random.rand()
+
+
+class Batches(Crops):
+    """Reads a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        noise = torch.randn(4) + self.transforms[0]["numpy"].random()
+        return [index / 99 + noise * random.random() for index in indices]
 
 
 class Stream(IterableDataset):
+    def __init__(self):
+        self.numpy = np.random.default_rng()
+
     def __iter__(self):
-        buffer = [torch.randn(4)]
+        buffer = [torch.randn(4) + self.numpy.random()]
         for _ in range(24):
             buffer.append(torch.randn(4) * random.random())
             yield buffer[torch.randint(len(buffer), ()).item()]
 
 
-def load(**options) -> DataLoader:
+def load(data=None, **options) -> DataLoader:
     """Return a loader of eight batches for each of two ranks."""
-    data = Crops()
+    data = data or Crops()
     sampler = DistributedSampler(data)
     return DataLoader(data, 8, sampler=sampler, drop_last=True, **options)
 
@@ -136,11 +169,33 @@ def streams():
     """A data set without a length, and a generator: what is done is read again."""
     model, optimizer = build()
     run = resume.Run(model=model, optimizer=optimizer)
+    stream = DataLoader(Stream(), 4)
     for _ in run.loop(range(2)):
-        for inputs in run.loop(DataLoader(Stream(), 4)):
+        for inputs in run.loop(stream):
             take_step(model, optimizer, inputs)
         for inputs in run.loop(torch.randn(4, 4) for _ in range(5)):
             take_step(model, optimizer, inputs + torch.randn(4, 4))
+    return (model,)
+
+
+def batches():
+    """A data set that reads a batch at once; a batch sampler of the script's own."""
+    model, optimizer = build()
+    run = resume.Run(model=model, optimizer=optimizer, order=[])
+    data = Batches()
+    weighted = WeightedRandomSampler(torch.rand(128), 64)
+    loaders = [load(data, num_workers=1), load(random_split(data, [128, 0])[0])]
+    indices = BatchSampler(weighted, 8, drop_last=False)
+    loaders.append(DataLoader(range(128), batch_sampler=indices))
+    for _ in run.loop(range(2)):
+        for loader in run.loop(loaders):
+            for inputs in run.loop(loader):
+                if loader is loaders[2]:
+                    run.order += inputs.tolist()
+                    inputs = inputs[:, None] / 99 + torch.randn(8, 4)
+                take_step(model, optimizer, inputs)
+    one, other = (resume.tell_all(run.order, source) for source in (0, 1))
+    assert len(one) == 128 and one != other, "both ranks draw the same samples"
     return (model,)
 
 
@@ -177,6 +232,7 @@ SHAPES = [
     hidden_state,
     accumulation_and_ema,
     streams,
+    batches,
     rollouts,
     steps_with_a_validation,
 ]
@@ -244,6 +300,47 @@ def fail_in(folder, work) -> str:
 def test_refused(work, said, tmp_path):
     (line,) = run_ranks(1, fail_in, tmp_path, work)
     assert line.startswith(said)
+
+
+def read(kind: str) -> str:
+    """Return what a training on a loader prints."""
+    loaders = {
+        "shares": load(),
+        "all": DataLoader(Crops(16), 8, shuffle=True),
+        "the same": DataLoader([torch.ones(4)] * 16, 8),
+    }
+    loader, (model, optimizer) = loaders[kind], build()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run = resume.Run(model=model, optimizer=optimizer)
+        for inputs in run.loop(loader):
+            take_step(model, optimizer, inputs)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("shares", ""),
+        ("all", "warning: each rank reads all 16 samples: give the loader a Distr"),
+        ("the same", "warning: all ranks have read the same first batch: give the"),
+    ],
+)
+def test_ranks_that_read_the_same(kind, said, tmp_path):
+    work = functools.partial(read, kind)
+    printed, _ = run_ranks(2, fail_in, tmp_path, work)
+    assert printed.startswith(said) and printed.count("\n") == int(said != "")
+
+
+def write_a_compiled_model(folder) -> list[str]:
+    os.environ["RUN_DIR"] = str(folder)
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    resume.Run().write("model.pt", DistributedDataParallel(compiled))
+    return [*torch.load(folder / "model.pt")]
+
+
+def test_names_of_weights(tmp_path):
+    found = run_ranks(1, write_a_compiled_model, tmp_path)
+    assert found == [["weight", "bias"]]
 
 
 def other_settings() -> str:

@@ -232,6 +232,10 @@ def test_errors(ranks, make):
         for result in (ended := ranks(folder, *FLAGS, argument, ranks=2)):
             assert result.exit_code and "Traceback" not in result.output, ended
         assert re.fullmatch(ERROR + error, ended[0].output.splitlines()[-1]), ended
+    (folder / "lock").mkdir()
+    (ended,) = ranks(folder, *FLAGS)
+    assert ended.output == f"{ERROR}cannot lock the folder: Is a directory\n"
+    (folder / "lock").rmdir()
     (ended,) = ranks(folder, SLURM_NTASKS="4")
     assert ended.output == f"{ERROR}this is no task of the job: start it with srun\n"
     template = folder / "talks" / "chat_template.jinja"

@@ -194,32 +194,45 @@ def test_one_gpu_comes_back(ranks, tmp_path):
 
 
 UNFREEZE = """
-    if epoch == 2:
-        for weight in model.module.parameters():
-            weight.requires_grad = True
+    if epoch {when} 2 and not model.module[0].weight.requires_grad:
+        model.module[0].requires_grad_(True)
         model = nn.parallel.DistributedDataParallel(model.module)
-        optimizer.add_param_group({"params": model.module[0].parameters()})
+        {add}
 """
+GROUP = 'optimizer.add_param_group({"params": model.module[0].parameters()})'
 
 
-def test_layers_that_are_unfrozen_later(ranks, tmp_path):
-    """Their optimizer has other groups than the checkpoint: one line says so."""
+@pytest.mark.parametrize(
+    "when, add, said",
+    [
+        (">=", GROUP, ""),
+        ("==", GROUP, "^main.py: error: the checkpoint's optimizer does not fit: .*gr"),
+        ("==", "", "^main.py: error: the checkpoint's model has trained 0.weight, whi"),
+    ],
+)
+def test_layers_that_are_unfrozen_later(when, add, said, ranks, tmp_path):
+    """They are trained in the next start, too, or one line says that they are not."""
     wrap = "model = nn.parallel.DistributedDataParallel(model)\n"
     loop = "    metrics = run.sums(2, device)\n"
-    folder = write(
-        tmp_path,
-        SEVERAL.read_text(),
+    trained = "model.module[2].parameters()" if add else "model.parameters()"
+    changes = (
         ("16384, 2", "1280, 2"),
         (wrap, f"model[0].requires_grad_(False)\n{wrap}"),
-        ("SGD(model.parameters()", "SGD(model.module[2].parameters()"),
-        (loop, UNFREEZE + loop),
+        ("SGD(model.parameters()", f"SGD({trained}"),
+        (loop, UNFREEZE.format(when=when, add=add) + loop),
     )
-    stopped = ranks(folder, ranks=2, STOP_AT="25")
-    assert [rank.exit_code for rank in stopped] == [75, 75], stopped
-    again = ranks(folder, ranks=2)
-    assert [rank.exit_code for rank in again] == [1, 1], again
-    line = "^main.py: error: the checkpoint's optimizer does not fit: .*group"
-    assert len(again[0].find(line)) == 1 and "Traceback" not in again[0].output, again
+    folder = write(tmp_path / "stopped", SEVERAL.read_text(), *changes)
+    starts = [ranks(folder, ranks=2, STOP_AT="35"), ranks(folder, ranks=2)]
+    assert [rank.exit_code for rank in starts[0]] == [75, 75], starts
+    assert {rank.exit_code for rank in starts[1]} == {int(said != "")}, starts
+    if said:
+        assert len(starts[1][0].find(said)) == 1, starts
+        assert "Traceback" not in starts[1][0].output, starts
+        return
+    folder = write(tmp_path / "undisturbed", SEVERAL.read_text(), *changes)
+    right = losses(ranks(folder, ranks=2)[0].output, 2, 1280)
+    found = losses("".join(start[0].output for start in starts), 2, 1280)
+    assert found == right and len(found) == 5, starts
 
 
 @pytest.fixture(scope="module")
@@ -447,6 +460,42 @@ def test_other_arguments(ranks, tmp_path):
     assert ended.exit_code == 75, ended
     (ended,) = ranks(folder, "--epochs=2", "--batch-size=32")
     assert ended.exit_code == 1 and ended.find("batch_size 64, not 32"), ended
+    for argument in ("--epochs=0", "--accumulate=-1", "--learning-rate=-1"):
+        (ended,) = ranks(folder, argument)
+        assert ended.find("^main.py: error: all of these must be above 0$"), ended
+
+
+def test_damaged_data_to_validate(ranks, tmp_path):
+    """It ends the job, and what was trained before it is saved."""
+    valid = "valid_set = TensorDataset(images[4096:, :, 2:10, 2:10], classes[4096:])"
+    folder = write(tmp_path, WHOLE.read_text(), (valid, "valid_set = [None] * 8"))
+    (ended,) = ranks(folder)
+    assert ended.exit_code == 1 and ended.find("NoneType"), ended
+    assert list(folder.glob("epoch-*.pt")), ended
+
+
+def test_hang(ranks, tmp_path):
+    """With the page's line, both ranks end, and the log says which one slept."""
+    (line,) = re.findall("^ +(for epoch in hangs.watched.*)minutes=10.*$", PAGE, re.M)
+    shutil.copy(RESUME.with_name("hangs.py"), tmp_path)
+    step = "        optimizer.step()\n"
+    happens = "        if rank == run.step == 1:\n            time.sleep(200)\n"
+    folder = write(
+        tmp_path,
+        SEVERAL.read_text().replace("16384, 2", "1280, 2"),
+        ("import resume\n", "import hangs\nimport resume\n"),
+        ("for epoch in run.loop(range(epochs)):", f"{line}minutes=0.1):"),
+        (step, happens + step),
+    )
+    ended = ranks(folder, ranks=2)
+    assert [rank.exit_code for rank in ended] == [1, 1], ended
+    assert ended[1].find("rank 1 on .* has not moved for . s: it trains"), ended
+    assert ended[1].find('main.py", line .* in <module>'), ended
+    # What comes after the loop may take longer.
+    text = (folder / "main.py").read_text().replace(happens, "")
+    write(folder, text, ("dist.barrier()  #", "time.sleep(8)\ndist.barrier()  #"))
+    ended = ranks(folder, ranks=2)
+    assert [rank.exit_code for rank in ended] == [0, 0], ended
 
 
 @pytest.mark.usefixtures("nothing_left")

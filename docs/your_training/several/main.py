@@ -63,7 +63,7 @@ for epoch in run.loop(range(epochs)):
             f"Epoch {epoch}: loss {total / count:.4f} over {count:.0f} samples, "
             f"{world_size} x {device.type}"
         )
-    run.write("model.pt", model.module.state_dict())
+    run.write("model.pt", model)
 dist.barrier()  # srun would end rank 0 a minute after the others
 time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
 dist.destroy_process_group()

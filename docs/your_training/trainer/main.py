@@ -20,10 +20,12 @@ run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
 folder = Path(run_dir, f"{os.environ['WORLD_SIZE']}-ranks")
 
 
-class SaveAndStop(TrainerCallback):
+class SeedEpoch(TrainerCallback):
     def on_epoch_begin(self, args, state, control, **kwargs):
         torch.manual_seed(hash((args.seed, int(state.epoch))))  # of group_by_length
 
+
+class SaveAndStop(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.stop = 0
         if state.global_step % 10 == 0 and state.epoch % 1 > 0:  # no epoch's last step
@@ -66,8 +68,9 @@ args = TrainingArguments(
     disable_tqdm=True,
 )
 model = Model(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
+callbacks = [SeedEpoch(), SaveAndStop()]
 trainer = Trainer(
-    model, args, train_dataset=dataset, eval_dataset=dataset, callbacks=[SaveAndStop()]
+    model, args, train_dataset=dataset, eval_dataset=dataset, callbacks=callbacks
 )
 # A job that was killed while it saved leaves a checkpoint without this file.
 whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]

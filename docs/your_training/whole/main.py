@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import os
 import subprocess
 import time
@@ -52,6 +51,8 @@ def main():
     add("--accumulate", type=int, default=2, help="batches in a step")
     add("--learning-rate", type=float, default=0.005)
     args = parser.parse_args()
+    if min(args.epochs, args.batch_size, args.accumulate, args.learning_rate) <= 0:
+        parser.error("all of these must be above 0")
     device = join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     cpus = int(os.environ.get("SLURM_CPUS_PER_TASK", 1))
@@ -72,28 +73,26 @@ def main():
     precision = torch.autocast(device.type, half, enabled=device.type == "cuda")
     scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
 
-    run = resume.Run(settings=vars(args) | data_settings, best=0.0, history=[])
+    run = resume.Run(settings=vars(args) | data_settings, best=0.0)
     run.add(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     for epoch in run.loop(range(args.epochs)):
         begin, before = time.perf_counter(), run.step
         loss, count = train(args, run, loader, device, precision)
         trained = (run.step - before) * args.batch_size * world_size  # in this start
         rate = trained / (time.perf_counter() - begin)
+        run.save()  # a damaged image to validate must not cost the epoch
         accuracy = evaluate(run, valid_loader, device, precision)
         scheduler.step()
         if accuracy > run.best:
             run.best = accuracy
-            run.write("best.pt", model.module.state_dict())
-        run.history.append({"epoch": epoch, "loss": loss, "accuracy": accuracy})
-        if rank == 0:
-            print(
-                f"Epoch {epoch}: loss {loss:.4f} over {count:.0f} samples, "
-                f"{world_size} x {device.type}, {rate:.0f} samples/s, "
-                f"valid accuracy {accuracy:.2%} of {len(valid_set)}"
-            )
-            lines = [json.dumps(line) + "\n" for line in run.history]
-            (run.folder / "metrics.jsonl").write_text("".join(lines))
-    run.write("model.pt", model.module.state_dict())
+            run.write("best.pt", model)
+        run.log(epoch=epoch, loss=loss, accuracy=accuracy)
+        resume.say(
+            f"Epoch {epoch}: loss {loss:.4f} over {count:.0f} samples, "
+            f"{world_size} x {device.type}, {rate:.0f} samples/s, "
+            f"valid accuracy {accuracy:.2%} of {len(valid_set)}"
+        )
+    run.write("model.pt", model)
     dist.barrier()  # srun would end rank 0 a minute after the others
     time.sleep(0.1)  # gloo, on CPUs, still frees tensors: Python must not end yet
     dist.destroy_process_group()
