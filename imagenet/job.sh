@@ -118,7 +118,7 @@ stage() {
         -name "slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.*" ! -name "${LOCAL_JOB_DIR##*/}" \
         -exec rm -rf {} + || :
     # mkdir fails where local_disk is missing, or where the nodes share it.
-    mkdir -m 700 "$LOCAL_JOB_DIR" || fail "$SLURMD_NODENAME needs its own local_disk"
+    mkdir -m 700 "$LOCAL_JOB_DIR" || fail "$SLURMD_NODENAME cannot use ${LOCAL_JOB_DIR%/*}"
 }
 # Every node takes the commit to its own disk, and the job runs there.
 use_commit() {
