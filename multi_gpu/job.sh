@@ -86,6 +86,8 @@ forget_other_jobs() {
         # shellcheck disable=SC2053 # a pattern
         [[ $name == $keep ]] || unset "$name"
     done
+    # With it, bash forgets how a command ended, and Slurm's read no option after a name.
+    unset POSIXLY_CORRECT
     # A port that comes with an address is another job's. By itself, it is your choice.
     [ -z "${MASTER_ADDR:-}" ] || unset MASTER_PORT
     # After sbatch --export=…, srun would pass on only the variables named there. Where Slurm

@@ -3,7 +3,9 @@
 It is gone when the job's extern step ends, as it does by a signal to the whole job.
 """
 
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import start_jobs
 from drawn_imagenet import draw_imagenet
-from slurm_jobs import ASKED_TO_STOP, TWO, User
+from slurm_jobs import ASKED_TO_STOP, TWO, User, stop
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +62,15 @@ def test_warned(user, project, whose):
     for starts, limit in enumerate((False, True), 1):
         done = epochs()
         user.until_found(job, lambda n=done: epochs() > n, "an epoch", 120)
+        # It must not be over when the warning comes.
+        stop(rank := user.pid("node1", "main.py"))
         if limit:  # less than 180 s from now
             update = ["scontrol", "update", f"job={job}", "TimeLimit=3"]
             assert user.run(update).exit_code == 0
         else:
             user.warn(job)
+        user.until_pending(job, rank, signal.SIGUSR1)
+        os.kill(rank, signal.SIGCONT)
         again = rf"(?s:(^Job .* requeued .*){{{starts}}})^job.sh: .*: starts again"
         user.until(job, again)
         user.run(["scontrol", "update", f"job={job}", "TimeLimit=10"])
