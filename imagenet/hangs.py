@@ -28,9 +28,7 @@ def log_stacks(message: str) -> None:
     with open(os.memfd_create("stacks"), "w+") as stacks:
         faulthandler.dump_traceback(stacks)
         stacks.seek(0)
-        logging.error(
-            f"error: rank {rank} on {NODE} {message}\n{stacks.read()}"
-        )
+        logging.error(f"error: rank {rank} on {NODE} {message}\n{stacks.read()}")
 
 
 class HangWatch:

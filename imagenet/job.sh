@@ -118,7 +118,7 @@ stage() {
         -name "slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.*" ! -name "${LOCAL_JOB_DIR##*/}" \
         -exec rm -rf {} + || :
     # mkdir fails where local_disk is missing, or where the nodes share it.
-    mkdir -m 700 "$LOCAL_JOB_DIR" || fail "$SLURMD_NODENAME needs its own local_disk"
+    mkdir -m 700 "$LOCAL_JOB_DIR" || fail "$SLURMD_NODENAME cannot use ${LOCAL_JOB_DIR%/*}"
 }
 # Every node takes the commit to its own disk, and the job runs there.
 use_commit() {
@@ -164,14 +164,24 @@ choose_arguments() {
     # The line is kept for the next start, because you may edit the file.
     [ -s "$RUN_DIR/line" ] ||
         awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}" < "${1#@}" > "$RUN_DIR/line"
-    # Read as a shell does it, but for *: quotes, ~ and $SCRATCH work there. Windows ends lines
-    # with \r.
-    set -f
-    eval "arguments=($(tr -d '\r' < "$RUN_DIR/line")
-    )" || fail "${1#@}, line $SLURM_ARRAY_TASK_ID: put quotes around & ; ( ) < > |"
+    line=$(tr -d '\r' < "$RUN_DIR/line")  # Windows ends lines with \r
+    words=()
+    if ! said=$(read_words "$line" 2>&1); then
+        said=${said%%$'\n'*}  # such as: slurm_script: line 7: SCRATHC: unbound variable
+        fail "${1#@}: line $SLURM_ARRAY_TASK_ID: ${said#*: line *: }"
+    fi
+    read_words "$line"
     set +f
-    ((${#arguments[@]})) || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is empty or missing"
-    arguments+=("${@:2}")
+    ((${#words[@]})) || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is empty or missing"
+    arguments=("${words[@]}" "${@:2}")
+}
+# A line's words, as a shell reads them: quotes, ~ and $SCRATCH work. But * stays *.
+read_words() {
+    set -fu
+    # Or the ) below would not end the list.
+    [[ $1 != *\\ ]] || { echo "it ends in a backslash: a run is one line"; exit 1; }
+    eval "words+=($1
+    )"
 }
 
 # The one rule: a job that has not finished starts again if RUN_DIR has a checkpoint of a name
@@ -250,6 +260,8 @@ forget_other_jobs() {
         # shellcheck disable=SC2053 # a pattern
         [[ $name == $keep ]] || unset "$name"
     done
+    # With it, bash forgets how a command ended, and Slurm's read no option after a name.
+    unset POSIXLY_CORRECT
     # A port that comes with an address is another job's. By itself, it is your choice.
     [ -z "${MASTER_ADDR:-}" ] || unset MASTER_PORT
     # After sbatch --export=…, srun would pass on only the variables named there. Where Slurm

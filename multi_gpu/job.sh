@@ -52,7 +52,7 @@ main() {
 
 stage() {
     # mkdir fails where local_disk is missing, or where the nodes share it.
-    mkdir -m 700 "$LOCAL_JOB_DIR" || fail "$SLURMD_NODENAME needs its own local_disk"
+    mkdir -m 700 "$LOCAL_JOB_DIR" || fail "$SLURMD_NODENAME cannot use ${LOCAL_JOB_DIR%/*}"
     [ -z "$CIFAR10_ARCHIVE" ] || tar -xf "$CIFAR10_ARCHIVE" --one-top-level="$LOCAL_JOB_DIR/data" ||
         fail "$SLURMD_NODENAME cannot unpack CIFAR10_ARCHIVE=$CIFAR10_ARCHIVE"
     # What is read-only in the archive could not be removed.
@@ -86,6 +86,8 @@ forget_other_jobs() {
         # shellcheck disable=SC2053 # a pattern
         [[ $name == $keep ]] || unset "$name"
     done
+    # With it, bash forgets how a command ended, and Slurm's read no option after a name.
+    unset POSIXLY_CORRECT
     # A port that comes with an address is another job's. By itself, it is your choice.
     [ -z "${MASTER_ADDR:-}" ] || unset MASTER_PORT
     # After sbatch --export=…, srun would pass on only the variables named there. Where Slurm

@@ -299,6 +299,9 @@ class Shape:
     epilog: str = ""
     task_prolog: str = ""
     topology: str = ""  # topology.conf: which nodes share a switch
+    # A job has a /tmp of its own, which is gone when its extern step ends. It sees
+    # nothing of the machine's /tmp.
+    own_tmp: bool = False
 
 
 def start(lifeline: int | None = None, **shape) -> tuple[Cluster, subprocess.Popen]:
@@ -479,6 +482,12 @@ class Supervisor:
             else ""
         )
         (self.state / "gres.conf").write_text(gres)
+        (self.state / "job_container.conf").write_text(
+            "".join(
+                f"NodeName={name} AutoBasePath=true BasePath={self.state}/own-{name}\n"
+                for name in self.names
+            )
+        )
         # Where the kernel has control groups of version 2, slurmd would want systemd to
         # make some.
         version = tuple(
@@ -527,15 +536,21 @@ class Supervisor:
         }
         if self.shape.topology:
             (self.state / "topology.conf").write_text(self.shape.topology)
-        lines = ["PrologFlags=Alloc"]  # when a job begins, and on each of its nodes
+        # When a job begins, and on each of its nodes.
+        flags = ["Alloc"] * bool(self.shape.prolog)
+        flags += ["Contain"] * self.shape.own_tmp
+        lines = [f"PrologFlags={','.join(flags)}"] if flags else []
+        if self.shape.topology:
+            lines.append("TopologyPlugin=topology/tree")
+        if self.shape.own_tmp:
+            lines.append("JobContainerType=job_container/tmpfs")
         for name, script in scripts.items():
             if script:
                 path = self.state / name
                 path.write_text(f"#!/bin/bash\n{script}\n")
                 path.chmod(0o755)
                 lines.append(f"{name}={path}")
-        plugin = ["TopologyPlugin=topology/tree"] if self.shape.topology else []
-        return plugin + (lines if self.shape.prolog else lines[1:])
+        return lines
 
     def add_host(
         self, name: str, number: int, command: list[str], uptime: str = ""
@@ -543,6 +558,11 @@ class Supervisor:
         """Start a host, connect it to the switch and let it run `command`."""
         self.hosts[name] = (number, command)
         unshare = f"unshare {uptime} --net --uts --mount --pid".split()
+        if self.shape.own_tmp:
+            # Slurm 22.05 cannot mount a job's namespace if its number is below its
+            # node's. Linux 6.18 counts them for each CPU.
+            cpus = sorted(os.sched_getaffinity(0))
+            unshare = f"taskset -c {cpus[number % len(cpus)]}".split() + unshare
         unshare += "--fork --kill-child --mount-proc".split()
         script = ["sh", f"{self.state}/host.sh", str(self.state), name]
         script += [f"{self.subnet}.{number}", str(self.root)]

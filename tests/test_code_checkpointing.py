@@ -349,9 +349,15 @@ def test_disk_that_runs_no_programs(repository):
 SWEEP = """\
 --learning-rate 0.1 --name 'two words' ""
 --name="two  'more' words" '*' '$HOME' \\"
---name=don't
 --name=windows\r
 """
+# What is no line of words, and why.
+NO_WORDS = {
+    "--name=don't": "unexpected EOF while looking for matching `''",
+    "--name a&b": "syntax error near unexpected token `&'",
+    "--data $SCRATHC/x": "SCRATHC: unbound variable",
+    "--name a \\": "it ends in a backslash: a run is one line",
+}
 
 
 def test_arrays(repository):
@@ -359,24 +365,24 @@ def test_arrays(repository):
 
     Without a file, its number is its seed, unless the arguments name one.
     """
-    repository.write("sweep.txt", SWEEP)
+    repository.write("sweep.txt", SWEEP + "\n".join(NO_WORDS))
     commit = repository.commit()
     sweep = ["job.sh", "@sweep.txt", "--epochs", "two words"]
     flags = [f"--output={repository.logs}/%A_%a.out", *ONE_TASK]
-    array = repository.safe_sbatch(*flags, "--array=0-5", *sweep)
+    array = repository.safe_sbatch(*flags, "--array=0-8", *sweep)
     seeds = repository.safe_sbatch(*flags, "--array=7", "job.sh", "--seed=1")
     repository.write("sweep.txt", "")  # the jobs see nothing of that
-    *whole, torn, windows, none, zero = [
-        repository.wait(f"{array}_{i}") for i in (1, 2, 3, 4, 5, 0)
-    ]
-    for result, line in zip(whole, SWEEP.splitlines()[:2], strict=True):
+    last, *results = [repository.wait(f"{array}_{i}") for i in (8, *range(8))]
+    zero, first, second, windows, *wrong = [*results, last]
+    for result, line in zip((first, second), SWEEP.splitlines()[:2], strict=True):
         (task,) = tasks(result.output)
         assert (result.state, task["GIT_COMMIT"]) == ("COMPLETED", commit), result
         assert task["arguments"] == [*shlex.split(line), *sweep[2:]], result
-    assert errors(torn) == ["sweep.txt, line 3: put quotes around & ; ( ) < > |"]
-    assert "unexpected EOF while looking for" in torn.output
     assert tasks(windows.output)[0]["arguments"][0] == "--name=windows", windows
-    for result, line in ((none, 5), (zero, 0)):
-        assert errors(result) == [f"sweep.txt: line {line} is empty or missing"]
+    expected = [*NO_WORDS.values(), "is empty or missing"]
+    for number, (result, why) in enumerate(zip(wrong, expected, strict=True), 4):
+        colon = "" if why == expected[-1] else ":"
+        assert errors(result) == [f"sweep.txt: line {number}{colon} {why}"]
+    assert errors(zero) == ["sweep.txt: line 0 is empty or missing"]
     (task,) = tasks(repository.wait(f"{seeds}_7").output)
     assert task["arguments"] == ["--seed=7", "--seed=1"]

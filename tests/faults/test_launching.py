@@ -100,8 +100,8 @@ def test_many_short_jobs(user, count, at_once):
     assert len({weights(result) for result in results}) == count
 
 
-# What srun, OpenMP and Python would take from the environment, with values that would
-# end a job, change it, or hide what it says.
+# What srun, OpenMP, Python and bash would take from the environment, with values that
+# would end a job, change it, or hide what it says.
 HOSTILE = """
 SLURM_GPUS=8 SLURM_GPUS_PER_NODE=4 SLURM_GPUS_PER_SOCKET=4 SLURM_GPUS_PER_TASK=4
 SLURM_GPU_BIND=map_gpu:3 SLURM_GPU_FREQ=high SLURM_GRES=gpu:4 SLURM_STEP_GRES=gpu:4
@@ -124,6 +124,7 @@ PYTHONOPTIMIZE=2 PYTHONIOENCODING=ascii RANK=1 WORLD_SIZE=1 LOCAL_RANK=1
 MASTER_ADDR=nowhere MASTER_PORT=1 SLURM_TIME_FORMAT=relative
 SLURM_UMASK=0777 SLURM_CLUSTERS=other SLURM_NTASKS_PER_TRES=2
 TORCHELASTIC_RUN_ID=x TORCHELASTIC_USE_AGENT_STORE=True VIRTUAL_ENV=/nowhere
+POSIXLY_CORRECT=1 BASH_COMPAT=4.2 CDPATH=/ GLOBIGNORE=* TAR_OPTIONS=--strip-components=1
 """
 
 

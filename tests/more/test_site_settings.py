@@ -8,6 +8,7 @@ variable TASK_PROLOG says, so one cluster is several sites.
 import re
 import shlex
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from conftest import start_jobs
@@ -166,19 +167,25 @@ def test_tmpdir(jobs):
     assert jobs.on("node1", "rm", "-r", LONG).exit_code == 0
 
 
-def refused(result, folder: str) -> None:
+def refused(result, folder: str, disk) -> None:
     """Assert that a job has failed in one line of its own before it trained."""
     assert result.state == "FAILED" and "World size" not in result.output, result
     said = result.find("^job.sh: error: (.*)$")
     # imagenet's last line says that it is not requeued.
     assert said[: 2 if folder == "imagenet" else 1] == said, result
-    assert re.fullmatch("node[34] needs its own local_disk", said[0]), result
+    assert re.fullmatch(f"node[34] cannot use {disk}", said[0]), result
 
 
-def test_disk_that_the_nodes_share(jobs, tmp_path):
+@pytest.mark.parametrize("where", ["of all nodes", "of node3 alone"])
+def test_disk_that_is_not_each_nodes_own(jobs, tmp_path, where):
     """One line says so, and what others have there stays."""
-    (tmp_path / "another's").touch()
-    task_prolog = f"echo export SLURM_TMPDIR={shlex.quote(str(tmp_path))}"
+    disk = tmp_path
+    if where == "of node3 alone":
+        disk = Path("/tmp/of-one-node")
+        jobs.on("node3", "mkdir", disk)
+    else:
+        (disk / "another's").touch()
+    task_prolog = f"echo export SLURM_TMPDIR={shlex.quote(str(disk))}"
     flags = [*SMALL, "--nodelist=node[3-4]", *ONE_EACH]
     cases = ["multi_node/job.sh", "multi_node/job_torchrun.sh", "imagenet/job.sh"]
     submitted = []
@@ -187,5 +194,8 @@ def test_disk_that_the_nodes_share(jobs, tmp_path):
         command = [*flags, script, "--synthetic"]
         submitted.append(jobs.submit(folder, *command, TASK_PROLOG=task_prolog))
     for job, case in zip(submitted, cases, strict=True):
-        refused(jobs.wait(job), case.split("/")[0])
-    assert [path.name for path in tmp_path.iterdir()] == ["another's"]
+        refused(jobs.wait(job), case.split("/")[0], disk)
+    if where == "of node3 alone":
+        assert jobs.on("node3", "rmdir", disk).exit_code == 0
+    else:
+        assert [path.name for path in disk.iterdir()] == ["another's"]
