@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from datetime import timedelta
 from itertools import islice
 from os import environ
-from pathlib import Path
 from typing import NoReturn
 
 import resume  # first: a warning of Slurm's may come early
@@ -33,6 +32,7 @@ from data import (
 )
 from run import (
     begin_run,
+    checkpoint_dir,
     default_checkpoint_dir,
     find_commit,
     get_recipe,
@@ -104,17 +104,11 @@ def main() -> None:
     stream = load_batches(loader, list_batches(loader.dataset, run, args), device)
     valid_steps = math.ceil(len(valid_set) / (world_size * args.batch_size))
     for epoch in run.loop(range(1, args.epochs + 1)):
-        batches = run.loop(watch.training(lambda done: islice(stream, steps - done)))
+        batches = run.loop(lambda done: watch.batches(islice(stream, steps - done)))
         # A progress bar, in a terminal only.
         if dist.get_rank() == 0:
-            batches = tqdm(
-                batches,
-                f"Epoch {epoch}",
-                steps,
-                leave=False,
-                disable=None,
-                initial=run.step,  # an earlier start has taken these
-            )
+            batches = tqdm(batches, f"Epoch {epoch}", steps, leave=False, disable=None)
+            batches.update(run.step)  # an earlier start has taken these
         metrics = train(ddp_model, optimizer, scheduler, scaler, run, batches)
         if epoch == args.epochs:
             run.save()  # before the validation, which an unreadable image may end
@@ -264,8 +258,6 @@ def build_optimizer(
     # PyTorch/Classification/ConvNets/resnet50v1.5/README.md.
     # The rate follows the global batch: linear scaling, Goyal et al. 2017.
     learning_rate = args.learning_rate * global_batch_size / 256
-    if global_batch_size > 8192:
-        logging.warning("warning: above 8192 images a step, this rule loses accuracy")
     decayed = [weight for weight in model.parameters() if weight.ndim > 1]
     # Biases, and the weights of norms.
     others = [weight for weight in model.parameters() if weight.ndim <= 1]
@@ -345,7 +337,7 @@ def parse_args() -> argparse.Namespace:
     add("--workers", type=int, default=cpus, help="decoding processes per GPU")
     add(
         "--checkpoint-dir",
-        type=lambda path: Path(path).expanduser(),
+        type=checkpoint_dir,
         default=default_checkpoint_dir(),
         help="folder for the checkpoints of this run alone",
     )
@@ -373,9 +365,6 @@ def parse_args() -> argparse.Namespace:
     for option in ("learning_rate", "weight_decay", "seed", "workers", "save_minutes"):
         if not 0 <= getattr(args, option) < 2**63:  # nor NaN
             parser.error(f"--{option.replace('_', '-')} is out of range")
-    if "RUN_DIR" in environ and args.checkpoint_dir != default_checkpoint_dir():
-        # job.sh would not see these checkpoints, and not start the job again.
-        parser.error("in place of --checkpoint-dir, export RUN_DIR before sbatch")
     if args.only_check_arguments:
         sys.exit()
     return args

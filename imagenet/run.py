@@ -20,6 +20,11 @@ def begin_run(args: argparse.Namespace, recipe: dict, images: int) -> resume.Run
     # job.sh sets JOB_WORK_DIR: the code may be a copy, which ends with the job.
     folder = Path(environ.get("JOB_WORK_DIR", "")).absolute() / args.checkpoint_dir
     run = resume.Run(folder, recipe, args.keep, args.save_minutes, args.save_steps)
+    if images > 8192:
+        logging.warning(
+            f"warning: {images} images a step: above 8192, a learning rate that "
+            "follows the batch loses accuracy (Goyal et al. 2017)"
+        )
     # The global batch stays, also on another number of GPUs. The id is W&B's.
     run.add(global_batch_size=images, id=uuid.uuid4().hex, best_accuracy=-1.0)
     if run.global_batch_size < resume.world_size():
@@ -108,6 +113,15 @@ def log_weights(run: resume.Run, commit: str) -> None:
         "To use the best weights: ../.venv/bin/python classify.py "
         f"'{run.folder}/best.pt' IMAGE_OR_FOLDER"
     )
+
+
+def checkpoint_dir(text: str) -> Path:
+    """Return an option's value, for argparse."""
+    path = Path(text).expanduser()
+    if "RUN_DIR" in environ and path != default_checkpoint_dir():
+        # job.sh would not see the checkpoints there, and not start the job again.
+        raise argparse.ArgumentTypeError("instead, export RUN_DIR before sbatch")
+    return path
 
 
 def default_checkpoint_dir() -> Path:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import resume
@@ -67,10 +67,6 @@ class Watch:
 
     def log(self, values: dict[str, float]) -> None:
         self.tracker.log(self.run.scheduler.last_epoch, values)
-
-    def training(self, begin_at: Callable) -> Callable:
-        """Watch the batches that a function returns."""
-        return lambda done: self.batches(begin_at(done))
 
     def batches(self, batches: Iterable) -> Iterator:
         """Yield a loop's batches, and measure its speed and its waits for them."""
