@@ -55,8 +55,8 @@ class HangWatch:
 
     def connect(self) -> None:
         """Let the threads of all ranks meet later, in a group of their own."""
-        ranks = range(dist.get_world_size())
-        self.hosts = [resume.tell_all(NODE, rank) for rank in ranks]
+        self.hosts = [None] * dist.get_world_size()
+        dist.all_gather_object(self.hosts, NODE)
         limit = timedelta(seconds=0.3 * self.timeout)
         # Only with rank 0. Of many ranks, connections of each to each take minutes.
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
