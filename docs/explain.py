@@ -73,7 +73,7 @@ ANY = {
     "space": r"""["'`\u2018\u2019]*\s+["'`\u2018\u2019]*""",
 }
 
-Entry = collections.namedtuple("Entry", "messages body page title order")
+Entry = collections.namedtuple("Entry", "messages ours body page title order")
 Pattern = collections.namedtuple("Pattern", "regex part weight entry")
 
 
@@ -222,11 +222,17 @@ def entries_of(page):
     text = read_page(page)
     for found in ENTRY.finditer(text):
         term, body = found.group(1), textwrap.dedent(found.group(2)).strip("\n")
-        messages = [without_program(each) for each in LITERAL.findall(term)]
+        terms = LITERAL.findall(term)
+        messages = [without_program(each) for each in terms]
+        ours = {
+            without_program(each)
+            for each in terms
+            if re.match(r"(main.py|job.sh): error: ", each)
+        }
         title = HEADING.findall(text[: found.start()])[-1][0]
         harmless = re.match("A? ?harmless", body, re.IGNORECASE)
         order = 2 if harmless else 1 if LEADS_ON.search(body) else 0
-        yield Entry(messages, body, page, title, order)
+        yield Entry(messages, ours, body, page, title, order)
 
 
 def without_program(message):
@@ -237,7 +243,9 @@ def patterns_of(entry):
     for message in entry.messages:
         tokens = tokens_of(message)
         fixed = [text for kind, text in tokens if kind == "kept"]
+        # What main.py or job.sh says counts more than what it quotes of others.
         weight = sum(len(text) for text in fixed)
+        weight += 100 if message in entry.ours else 0
         regex = re.compile(expression(tokens))
         yield Pattern(regex, max(fixed, key=len), weight, entry)
 

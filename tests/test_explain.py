@@ -90,6 +90,10 @@ def test_what_was_seen_is_explained(session):
 # lines of other entries.
 LOGS = [
     (
+        "no whole CIFAR-10",
+        "main.py: error: no whole CIFAR-10 in x (Temporary failure in name resolution)",
+    ),
+    (
         "Watchdog caught",
         "NCCL INFO Plugin: libnccl-net.so: cannot open shared object file",
         "[rank3]:[E1119] Watchdog caught collective operation timeout: ",

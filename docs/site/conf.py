@@ -68,7 +68,7 @@ TITLES = {
     "docs/imagenet/staging": "imagenet's data on the node's disk",
     "docs/imagenet/checkpoints": "how imagenet saves and resumes",
     "docs/imagenet/hangs": "how imagenet finds the rank that stops",
-    "docs/imagenet/exceptions": "when imagenet's job fails",
+    "docs/imagenet/exceptions": "what to do when its job has failed",
     "docs/your_training": "a script of your own on several GPUs",
     "docs/clusters": "the head of job.sh for some clusters",
     "docs/runs": "sweeps and searches",
