@@ -285,7 +285,7 @@ class Run:
         order = make_seed(self._seed, "order", *self._where()[:-1], own)
         for part in (loader.dataset, sampler, loader.batch_sampler, loader):
             if hasattr(part, "set_epoch"):
-                part.set_epoch(self._levels[-2].done)
+                part.set_epoch(self._levels[-2:][0].done)
         seed(order, find_generators(loader))
         if type(sampler) is RandomSampler and len(sampler) == len(loader.dataset):
             self._warn(
@@ -475,7 +475,7 @@ class Run:
             if name in own:
                 state = unpack(own[name])
             if not is_object(part):
-                setattr(self, name, state if name in own else part)
+                self._set(name, part, state if name in own else part)
             elif state != {}:  # as of a scaler that was idle, in another precision
                 try:
                     # A copy: the tensors lie in the file, which is deleted later.
@@ -486,6 +486,22 @@ class Run:
                 except Exception as error:  # of several kinds
                     if is_last:
                         fail(f"the checkpoint's {name} does not fit: {error!r}")
+
+    def _set(self, name: str, part, state) -> None:
+        """Give a value its state, in place where the script may hold it by a name."""
+        if isinstance(part, Tensor) and isinstance(state, Tensor):
+            if part.shape == state.shape:
+                with torch.no_grad():
+                    part.copy_(state)
+                return
+        if isinstance(part, list) and isinstance(state, list):
+            part[:] = state
+        elif isinstance(part, dict) and isinstance(state, dict):
+            state = dict(state)
+            part.clear()
+            part.update(state)
+        else:
+            setattr(self, name, state)
 
 
 class Level:

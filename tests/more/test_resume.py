@@ -181,7 +181,9 @@ def streams():
 def batches():
     """A data set that reads a batch at once; a batch sampler of the script's own."""
     model, optimizer = build()
-    run = resume.Run(model=model, optimizer=optimizer, order=[])
+    order, queue, seen = [], torch.zeros(8, 4), {"sum": 0.0}  # by names of its own
+    run = resume.Run(order=order, queue=queue, seen=seen, model=model)
+    run.add(optimizer=optimizer)
     data = Batches()
     weighted = WeightedRandomSampler(torch.rand(128), 64)
     loaders = [load(data, num_workers=1), load(random_split(data, [128, 0])[0])]
@@ -191,12 +193,14 @@ def batches():
         for loader in run.loop(loaders):
             for inputs in run.loop(loader):
                 if loader is loaders[2]:
-                    run.order += inputs.tolist()
+                    order += inputs.tolist()
                     inputs = inputs[:, None] / 99 + torch.randn(8, 4)
-                take_step(model, optimizer, inputs)
-    one, other = (resume.tell_all(run.order, source) for source in (0, 1))
+                take_step(model, optimizer, inputs + queue)
+                queue.mul_(0.5).add_(inputs)
+                seen["sum"] += inputs.sum().item()
+    one, other = (resume.tell_all(order, source) for source in (0, 1))
     assert len(one) == 128 and one != other, "both ranks draw the same samples"
-    return (model,)
+    return model, queue, torch.tensor(seen["sum"])
 
 
 def rollouts():

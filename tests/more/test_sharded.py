@@ -35,7 +35,7 @@ def make(ranks, tmp_path_factory):
 
     def make(kind: str, *options: str) -> Path:
         folder = tmp_path_factory.mktemp(kind)
-        for file in (SCRIPTS / "main.py", REPOSITORY / "imagenet" / "resume.py"):
+        for file in (SCRIPTS / "main.py", SCRIPTS / "resume.py"):
             shutil.copy(file, folder)
         made = ranks(
             folder, "make", kind, folder / "pretrained", *options, script=MODELS
