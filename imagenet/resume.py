@@ -132,7 +132,7 @@ class Run:
             vars(self)[name] = part
             self._names.append(name)
         if self._place:
-            # What the loops still add, as groups to an optimizer, may be missing.
+            # An optimizer may still get groups, in a loop.
             self._restore(parts, is_last=False)
 
     def loop(self, items: Iterable | Callable, group: int = 1) -> Iterator:
@@ -484,7 +484,8 @@ class Run:
                     if not is_model(part) and saved != weights_of(part):
                         raise ValueError("it is of other weights, or of another kind")
                 except Exception as error:  # of several kinds
-                    if is_last:
+                    groups = len((state or {}).get("param_groups", ()))
+                    if is_last or groups <= len(getattr(part, "param_groups", ())):
                         fail(f"the checkpoint's {name} does not fit: {error!r}")
 
     def _set(self, name: str, part, state) -> None:
