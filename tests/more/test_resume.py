@@ -83,6 +83,14 @@ class Batches(Crops):
         return [index / 99 + noise * random.random() for index in indices]
 
 
+class Noise:
+    def __init__(self):
+        self.numpy = np.random.default_rng()
+
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) * self.numpy.random() + torch.randn(4)
+
+
 class Stream(IterableDataset):
     def __init__(self):
         self.numpy = np.random.default_rng()
@@ -186,7 +194,10 @@ def batches():
     run.add(optimizer=optimizer)
     data = Batches()
     weighted = WeightedRandomSampler(torch.rand(128), 64)
-    loaders = [load(data, num_workers=1), load(random_split(data, [128, 0])[0])]
+    loaders = [
+        load(data, num_workers=1, collate_fn=Noise().collate),
+        load(random_split(data, [128, 0])[0]),
+    ]
     indices = BatchSampler(weighted, 8, drop_last=False)
     loaders.append(DataLoader(range(128), batch_sampler=indices))
     for _ in run.loop(range(2)):
