@@ -132,7 +132,7 @@ class Run:
             vars(self)[name] = part
             self._names.append(name)
         if self._place:
-            # What the loops still add, as groups to an optimizer, may be missing.
+            # An optimizer may still get groups, in a loop.
             self._restore(parts, is_last=False)
 
     def loop(self, items: Iterable | Callable, group: int = 1) -> Iterator:
@@ -264,10 +264,11 @@ class Run:
                 turns -= turns % group
                 self.step += turns - level.done
                 level.done = turns
-            order = self._set_order(items)
+            generators = find_generators(parts_of(items))
+            order = self._set_order(items, generators)
             is_stream = isinstance(items.dataset, IterableDataset)
             if not is_stream and items.batch_sampler is not None:
-                return load_rest(items, level.done, order)
+                return load_rest(items, level.done, order, generators)
         iterator, done = iter(items), level.done
         for number in range(done):
             level.done = number
@@ -276,17 +277,17 @@ class Run:
         level.done = done
         return iterator
 
-    def _set_order(self, loader: DataLoader) -> int:
+    def _set_order(self, loader: DataLoader, generators: list) -> int:
         """Let a loader's order follow from its place in the run. Return its seed."""
         # These know nothing of other ranks: each rank has an order of its own.
         alone = RandomSampler, WeightedRandomSampler, SubsetRandomSampler
         sampler = sampler_of(loader)
         own = rank() if isinstance(sampler, alone) else 0
         order = make_seed(self._seed, "order", *self._where()[:-1], own)
-        for part in (loader.dataset, sampler, loader.batch_sampler, loader):
+        for part in (*parts_of(loader), loader):
             if hasattr(part, "set_epoch"):
-                part.set_epoch(self._levels[-2].done)
-        seed(order, find_generators(loader))
+                part.set_epoch(self._levels[-2:][0].done)
+        seed(order, generators)
         if type(sampler) is RandomSampler and len(sampler) == len(loader.dataset):
             self._warn(
                 f"each rank reads all {len(sampler)} samples: give the loader a "
@@ -475,7 +476,7 @@ class Run:
             if name in own:
                 state = unpack(own[name])
             if not is_object(part):
-                setattr(self, name, state if name in own else part)
+                self._set(name, part, state if name in own else part)
             elif state != {}:  # as of a scaler that was idle, in another precision
                 try:
                     # A copy: the tensors lie in the file, which is deleted later.
@@ -484,8 +485,25 @@ class Run:
                     if not is_model(part) and saved != weights_of(part):
                         raise ValueError("it is of other weights, or of another kind")
                 except Exception as error:  # of several kinds
-                    if is_last:
+                    groups = len((state or {}).get("param_groups", ()))
+                    if is_last or groups <= len(getattr(part, "param_groups", ())):
                         fail(f"the checkpoint's {name} does not fit: {error!r}")
+
+    def _set(self, name: str, part, state) -> None:
+        """Give a value its state, in place where the script may hold it by a name."""
+        if isinstance(part, Tensor) and isinstance(state, Tensor):
+            if part.shape == state.shape:
+                with torch.no_grad():
+                    part.copy_(state)
+                return
+        if isinstance(part, list) and isinstance(state, list):
+            part[:] = state
+        elif isinstance(part, dict) and isinstance(state, dict):
+            state = dict(state)
+            part.clear()
+            part.update(state)
+        else:
+            setattr(self, name, state)
 
 
 class Level:
@@ -503,13 +521,21 @@ def sampler_of(loader: DataLoader):
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
-def load_rest(loader: DataLoader, done: int, order: int) -> DataLoader:
+def parts_of(loader: DataLoader) -> list:
+    """Return what may draw in a loader."""
+    samplers = [loader.batch_sampler, sampler_of(loader)]
+    return [loader.dataset, loader.collate_fn, *samplers, loader.generator]
+
+
+def load_rest(
+    loader: DataLoader, done: int, order: int, generators: list
+) -> DataLoader:
     """Return a loader of what is left. It does not load what is done."""
     rest = vars(loader).get("_rest")
     if rest is None:
         rest = copy.copy(loader)
         # An iterator of persistent workers keeps the object that tells the batches.
-        data = Seeded(loader.dataset)
+        data = Seeded(loader.dataset, generators)
         vars(rest).update(dataset=data, batch_sampler=[], _iterator=None)
         if loader.persistent_workers:
             vars(loader)["_rest"] = rest
@@ -523,8 +549,8 @@ class Seeded:
 
     data = None
 
-    def __init__(self, data):
-        self.data, self.generators = data, find_generators(data)
+    def __init__(self, data, generators: list):
+        self.data, self.generators = data, generators
 
     def __getattr__(self, name: str):
         return getattr(self.data, name)
@@ -570,6 +596,7 @@ def find_generators(thing) -> list:
             left += list(thing.values())[:100]
         else:
             left += getattr(thing, "__dict__", {}).values()
+            left.append(getattr(thing, "__self__", None))  # a method's object
     return found
 
 

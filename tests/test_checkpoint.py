@@ -283,14 +283,21 @@ def test_started_again_without_a_checkpoint(tmp_path, rank0, monkeypatch, capsys
 def test_another_run_in_the_folder(tmp_path, rank0, monkeypatch):
     """A job that was just killed may hold it a little longer: a minute is waited."""
     write(tmp_path, (1, 1))
-    lock, waited = open(tmp_path / "lock", "a"), []
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    waited = []
+
+    def hold() -> int:
+        lock = os.open(tmp_path / "lock", os.O_WRONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return lock
+
+    hold()  # load() closes it, too
     monkeypatch.setattr(time, "sleep", waited.append)
     line = refused(load, tmp_path)
     assert line.startswith(f"another run writes to {tmp_path}: choose another ")
     assert sum(waited) == 60
-    monkeypatch.setattr(time, "sleep", lambda seconds: lock.close())
-    assert load(tmp_path) == (1, 1)
+    lock, naps = hold(), []
+    monkeypatch.setattr(time, "sleep", lambda _: naps.append(os.close(lock)))
+    assert load(tmp_path) == (1, 1) and len(naps) == 1
 
 
 # Interrupted writing

@@ -157,7 +157,7 @@ saved_at = time.monotonic()
 for step in range(first, total):
     order = np.random.default_rng(step // steps).permutation(len(samples))
     batch = order[: steps * args.batch_size].reshape(steps, -1)[step % steps]
-    count = int((samples[batch, 1] >= 0).sum())  # targets of all ranks
+    count = max(1, (samples[batch, 1] >= 0).sum())  # targets of all ranks
     if samples[batch, 0].max() >= model.get_input_embeddings().num_embeddings:
         resume.fail("a token is not in the model's vocabulary")
     resume.seed(resume.make_seed(step, rank))  # of dropout: the same after a resume

@@ -83,6 +83,14 @@ class Batches(Crops):
         return [index / 99 + noise * random.random() for index in indices]
 
 
+class Noise:
+    def __init__(self):
+        self.numpy = np.random.default_rng()
+
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) * self.numpy.random() + torch.randn(4)
+
+
 class Stream(IterableDataset):
     def __init__(self):
         self.numpy = np.random.default_rng()
@@ -181,22 +189,29 @@ def streams():
 def batches():
     """A data set that reads a batch at once; a batch sampler of the script's own."""
     model, optimizer = build()
-    run = resume.Run(model=model, optimizer=optimizer, order=[])
+    order, queue, seen = [], torch.zeros(8, 4), {"sum": 0.0}  # by names of its own
+    run = resume.Run(order=order, queue=queue, seen=seen, model=model)
+    run.add(optimizer=optimizer)
     data = Batches()
     weighted = WeightedRandomSampler(torch.rand(128), 64)
-    loaders = [load(data, num_workers=1), load(random_split(data, [128, 0])[0])]
+    loaders = [
+        load(data, num_workers=1, collate_fn=Noise().collate),
+        load(random_split(data, [128, 0])[0]),
+    ]
     indices = BatchSampler(weighted, 8, drop_last=False)
     loaders.append(DataLoader(range(128), batch_sampler=indices))
     for _ in run.loop(range(2)):
         for loader in run.loop(loaders):
             for inputs in run.loop(loader):
                 if loader is loaders[2]:
-                    run.order += inputs.tolist()
+                    order += inputs.tolist()
                     inputs = inputs[:, None] / 99 + torch.randn(8, 4)
-                take_step(model, optimizer, inputs)
-    one, other = (resume.tell_all(run.order, source) for source in (0, 1))
+                take_step(model, optimizer, inputs + queue)
+                queue.mul_(0.5).add_(inputs)
+                seen["sum"] += inputs.sum().item()
+    one, other = (resume.tell_all(order, source) for source in (0, 1))
     assert len(one) == 128 and one != other, "both ranks draw the same samples"
-    return (model,)
+    return model, queue, torch.tensor(seen["sum"])
 
 
 def rollouts():

@@ -35,7 +35,7 @@ def make(ranks, tmp_path_factory):
 
     def make(kind: str, *options: str) -> Path:
         folder = tmp_path_factory.mktemp(kind)
-        for file in (SCRIPTS / "main.py", REPOSITORY / "imagenet" / "resume.py"):
+        for file in (SCRIPTS / "main.py", SCRIPTS / "resume.py"):
             shutil.copy(file, folder)
         made = ranks(
             folder, "make", kind, folder / "pretrained", *options, script=MODELS
@@ -161,7 +161,7 @@ def test_stopped(ranks, make, qwen3):
     assert steps(without)[0] != steps(whole)[0], without
     stopped = run(warn_at="Step 1:")
     assert stopped.exit_code == 75 and len(steps(stopped)) < len(steps(whole)), stopped
-    (saved,) = disk.iterdir()
+    (saved,) = disk.glob("checkpoint-*")
     assert stopped.find("^Saved disk/(.*)$") == [saved.name], stopped
     good = {path: path.read_bytes() for path in saved.iterdir()}
     failed = run(full=True)
@@ -171,11 +171,11 @@ def test_stopped(ranks, make, qwen3):
         failed
     )
     assert good == {path: path.read_bytes() for path in saved.iterdir()}
-    assert os.listdir(disk) == [saved.name]  # the rest would fill the disk
+    assert {*os.listdir(disk)} == {"lock", saved.name}  # the rest would fill the disk
     resumed = run()
     assert resumed.exit_code == 0, resumed
     assert_near(steps(stopped) | steps(resumed), steps(whole))
-    assert set(os.listdir(disk)) == {last, "model"}
+    assert {*os.listdir(disk)} == {"lock", last, "model"}
     assert not (disk / "model" / "sharded").exists()  # what the ranks have written
     right = (disk / "model" / "model-00001-of-00001.safetensors").read_bytes()
     again = run()
@@ -195,7 +195,7 @@ def test_stopped(ranks, make, qwen3):
     assert failed.exit_code == 1 and not steps(failed), failed
     assert failed.find(rf"^{ERROR}model: disk full\? "), failed
     assert run().find("^Saved disk/model$")
-    assert set(os.listdir(disk)) == {last, "model"}
+    assert {*os.listdir(disk)} == {"lock", last, "model"}
     saved = (disk / "model" / "model-00001-of-00001.safetensors").read_bytes()
     assert saved == right
 
@@ -232,6 +232,7 @@ def test_errors(ranks, make):
         for result in (ended := ranks(folder, *FLAGS, argument, ranks=2)):
             assert result.exit_code and "Traceback" not in result.output, ended
         assert re.fullmatch(ERROR + error, ended[0].output.splitlines()[-1]), ended
+    (folder / "lock").unlink()
     (folder / "lock").mkdir()
     (ended,) = ranks(folder, *FLAGS)
     assert ended.output == f"{ERROR}cannot lock the folder: Is a directory\n"

@@ -164,8 +164,7 @@ def test_recipe(recipe, jobs, frameworks, tmp_path):
         assert "train: 48 rows, 2 classes\n    class 0, a cat: 24 rows\n" in said, said
         shutil.rmtree(project / "photos")  # all is in the copy
     (project / ".venv").symlink_to(frameworks)
-    for path in ("docs/your_training/job.sh", "imagenet/resume.py"):
-        shutil.copy(REPOSITORY / path, project)
+    shutil.copy(REPOSITORY / "docs" / "your_training" / "job.sh", project)
     command = [*TWO, "--nodes=2", "job.sh", "--epochs=4", "--batch-size=2"]
     command.append("--accumulate=1")
     stopped = jobs.submit(project, *command, **OFFLINE)
@@ -495,7 +494,6 @@ def test_numbers_and_masks(kind, tmp_path):
     write_tables(tmp_path, "path,label", prices, prices[:20])
     command = [sys.executable, "main.py", "--learning-rate=0.005"]
     command.append(f"--batch-size={1 if kind == 'masks' else 4}")
-    shutil.copy(REPOSITORY / "imagenet" / "resume.py", tmp_path)
     result = call([*command, "--epochs=5"], cwd=tmp_path, env=ALONE, timeout=400)
     assert (tmp_path / "model.pt").exists(), result
     found = result.find(r"loss (\S+) over 64 .* valid accuracy (\S+)% of (\d+)$")

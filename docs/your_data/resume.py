@@ -1,0 +1,1 @@
+../../imagenet/resume.py
