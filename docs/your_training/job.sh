@@ -216,11 +216,12 @@ finish() {
             # A requeue ends this job. If that ends scontrol, too, it has still succeeded.
             if scontrol requeue "$this_job" || [ "${ended_by_slurm:-}" ]; then exit "$status"; fi
             sleep 5
-            ask_slurm
+            ask_slurm || break
         done
         fail "Slurm does not start it again. To go on: RUN_DIR=$RUN_DIR sbatch job.sh"
     fi
-    there=$(echo "$found" | tail -n 3 | xargs)
+    there=$(echo "$found" | sort -V | tail -n 3)
+    there=${there//$'\n'/ }
     fail "status $status, no new checkpoint in $RUN_DIR (there: ${there:-none}): not started again"
 }
 
@@ -232,7 +233,8 @@ ask_slurm() {
         echo "job.sh: waiting for Slurm's controller" >&2
         sleep 10
     done
-    fail "no answer of Slurm's controller in ten minutes"
+    echo "job.sh: error: no answer of Slurm's controller in ten minutes" >&2
+    return 1
 }
 
 # Checks before the training.
