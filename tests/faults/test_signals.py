@@ -267,9 +267,7 @@ exec "$own" "$@"
 
 @pytest.mark.parametrize(
     "command, instead",
-    every_case(
-        ("requeue", ""), ("show job", ""), ("requeue", '"$own" "$@"; sleep 3')
-    ),
+    every_case(("requeue", ""), ("show job", ""), ("requeue", '"$own" "$@"; sleep 3')),
 )
 def test_busy_controller(user, same_end, tmp_path, command, instead):
     """It is asked again, and nobody is told that a requeued job was not."""
