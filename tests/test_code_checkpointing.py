@@ -372,17 +372,19 @@ def test_arrays(repository):
     array = repository.safe_sbatch(*flags, "--array=0-8", *sweep)
     seeds = repository.safe_sbatch(*flags, "--array=7", "job.sh", "--seed=1")
     repository.write("sweep.txt", "")  # the jobs see nothing of that
-    last, *results = [repository.wait(f"{array}_{i}") for i in (8, *range(8))]
-    zero, first, second, windows, *wrong = [*results, last]
+    results = [repository.wait(f"{array}_{i}") for i in (8, *range(8))]
+    last, zero, first, second, windows, *wrong = results
     for result, line in zip((first, second), SWEEP.splitlines()[:2], strict=True):
         (task,) = tasks(result.output)
         assert (result.state, task["GIT_COMMIT"]) == ("COMPLETED", commit), result
         assert task["arguments"] == [*shlex.split(line), *sweep[2:]], result
     assert tasks(windows.output)[0]["arguments"][0] == "--name=windows", windows
-    expected = [*NO_WORDS.values(), "is empty or missing"]
-    for number, (result, why) in enumerate(zip(wrong, expected, strict=True), 4):
-        colon = "" if why == expected[-1] else ":"
-        assert errors(result) == [f"sweep.txt: line {number}{colon} {why}"]
-    assert errors(zero) == ["sweep.txt: line 0 is empty or missing"]
+    for number, (result, why) in enumerate(
+        zip(wrong, NO_WORDS.values(), strict=True), 4
+    ):
+        assert errors(result) == [f"sweep.txt: line {number} is wrong, see above"]
+        assert why in result.output, result
+    for number, result in ((0, zero), (8, last)):
+        assert errors(result) == [f"sweep.txt: line {number} is empty or missing"]
     (task,) = tasks(repository.wait(f"{seeds}_7").output)
     assert task["arguments"] == ["--seed=7", "--seed=1"]

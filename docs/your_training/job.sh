@@ -153,8 +153,8 @@ make_run_dir() {
 # not whole: the disk may be full.
 list_checkpoints() {
     find "$RUN_DIR" -mindepth 1 -printf '/%P\n' |
-        grep -Ei '/[^/]*(checkpoint|ckpt)[^/]*$|\.(pt|pth|pth\.tar|safetensors)$|/done$' |
-        grep -Eiv '[/._-](tmp|part|partial|damaged)([/.-]|$)' || :
+        grep -aEi '(checkpoint|ckpt)[^/]*$|\.(pt|pth|pth\.tar|th|bin|pkl|safetensors)$|/done$' |
+        grep -aEiv '[/._-](tmp|part|partial|damaged)([/.-]|$)' || :
 }
 # With `--array=1-8 job.sh @sweep.txt`, each task of the array takes its own line of sweep.txt.
 # Arguments after @sweep.txt are for all tasks.
@@ -167,10 +167,7 @@ choose_arguments() {
         awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}" < "${1#@}" > "$RUN_DIR/line"
     line=$(tr -d '\r' < "$RUN_DIR/line")  # Windows ends lines with \r
     words=()
-    if ! said=$(read_words "$line" 2>&1); then
-        said=${said%%$'\n'*}  # such as: slurm_script: line 7: SCRATHC: unbound variable
-        fail "${1#@}: line $SLURM_ARRAY_TASK_ID: ${said#*: line *: }"
-    fi
+    (read_words "$line") || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is wrong, see above"
     read_words "$line"
     set +f
     ((${#words[@]})) || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is empty or missing"
@@ -199,7 +196,7 @@ finish() {
     [[ ${python[0]} != *gpu_report ]] || "${python[0]}"
     # In variables: bash would forget a TERM of Slurm's that comes while [[ ]] runs a command.
     found=$(list_checkpoints)
-    new=$(echo "$found" | grep -vxFf "$RUN_DIR/seen")
+    new=$(echo "$found" | grep -avxFf "$RUN_DIR/seen")
     # The next lines need Slurm's controller.
     [ "${ended_by_slurm:-}" ] || ask_slurm
     remove_data
@@ -216,11 +213,12 @@ finish() {
             # A requeue ends this job. If that ends scontrol, too, it has still succeeded.
             if scontrol requeue "$this_job" || [ "${ended_by_slurm:-}" ]; then exit "$status"; fi
             sleep 5
-            ask_slurm
+            ask_slurm || break
         done
         fail "Slurm does not start it again. To go on: RUN_DIR=$RUN_DIR sbatch job.sh"
     fi
-    there=$(echo "$found" | tail -n 3 | xargs)
+    there=$(echo "$found" | sort -V | tail -n 3)
+    there=${there//$'\n'/ }
     fail "status $status, no new checkpoint in $RUN_DIR (there: ${there:-none}): not started again"
 }
 
@@ -232,7 +230,8 @@ ask_slurm() {
         echo "job.sh: waiting for Slurm's controller" >&2
         sleep 10
     done
-    fail "no answer of Slurm's controller in ten minutes"
+    echo "job.sh: error: no answer of Slurm's controller in ten minutes" >&2
+    return 1
 }
 
 # Checks before the training.

@@ -1,7 +1,10 @@
 """What a job gets of the job from whose shell it is submitted: nothing."""
 
+import os
 import re
 import shlex
+import subprocess
+from pathlib import Path
 
 import pytest
 from slurm_jobs import REPOSITORY
@@ -42,6 +45,31 @@ def test_scripts_have_the_same_functions(names, but_for, count):
     assert len(common) == count, common
     for function in common:
         assert len({found[function] for found in functions}) == 1, function
+
+
+# What people call what they save: it lets a job come back. And what is no such thing.
+COUNT = """ckpt.pt last.ckpt checkpoint_last.pt model_3.pth epoch_1.pth last.pth.tar
+Best.PT checkpoint-500/model.bin a/b/epoch=3-step=7.ckpt model.safetensors state.pkl net.th"""
+DO_NOT_COUNT = """seen line metrics.jsonl log.txt model.pt.tmp ckpt.pt.part
+best.pth.partial epoch-1.pt.damaged tmp/ckpt.pt .tmp-checkpoint/x.pt gpus/node1.csv"""
+
+
+def test_what_counts_as_a_checkpoint(tmp_path):
+    """Also beside one whose name is not of this locale."""
+    script = (REPOSITORY / "docs" / "your_training" / "job.sh").read_text()
+    function = {match[1]: match[0] for match in FUNCTION.finditer(script)}
+    run_dir = tmp_path / "runs" / "7"
+    for name in [*COUNT.split(), *DO_NOT_COUNT.split(), "a\udce8.ckpt"]:
+        path = run_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    env = {"RUN_DIR": str(run_dir), "LC_ALL": "C.UTF-8"}
+    command = f"{function['list_checkpoints']}\nlist_checkpoints"
+    found = subprocess.run(["bash", "-c", command], env=os.environ | env, stdout=-1)
+    names = os.fsdecode(found.stdout).splitlines()
+    folders = {f"/{Path(name).parts[0]}" for name in COUNT.split() if "/" in name}
+    expected = {f"/{name}" for name in [*COUNT.split(), "a\udce8.ckpt"]}
+    assert set(names) - folders == expected
 
 
 @pytest.mark.usefixtures("nothing_left")
