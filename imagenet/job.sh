@@ -13,8 +13,8 @@
 #SBATCH --wait-all-nodes=1   # start when all are ready
 # EDIT: add the #SBATCH lines your cluster asks for: --account, --partition, a GPU's type,
 # and --tmp=160G if some nodes' own disks are too small for ImageNet.
-# EDIT: write the folder of ImageNet's archives, or your own .tar or .zip, after - or export it
-# before sbatch. If it is empty, use --synthetic or --data-dir.
+# EDIT: write the folder of ImageNet's archives, or your own .tar, .zip or class folders, after -
+# or export it before sbatch. If it is empty, use --synthetic or --data-dir.
 export IMAGENET_DIR=${IMAGENET_DIR-}
 # EDIT: how Python starts. The default is the Python that `uv sync` has installed. For conda or
 # a module, load it here, then python=(python -X faulthandler). In a container, --bind the disks

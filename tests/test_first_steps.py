@@ -71,7 +71,10 @@ def test_your_first_job(jobs):
     submit, shown, follow, *_ = listings(PAGE, "Your first job")
     # The fixture has made the environment.
     folder, environment, sbatch = submit.splitlines()
-    assert [folder, environment] == ["cd single_gpu", "uv sync --locked"]
+    assert [folder, environment] == [
+        "cd single_gpu",
+        "uv sync --locked --compile-bytecode",
+    ]
     sbatch = sbatch.split()[1:]
     command, header, *rows = (line.split() for line in shown.splitlines())
     flags = ["--nodelist=node1", "--exclusive"]
