@@ -165,8 +165,7 @@ choose_arguments() {
     # The line is kept for the next start, because you may edit the file.
     [ -s "$RUN_DIR/line" ] ||
         awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}" < "${1#@}" > "$RUN_DIR/line"
-    line=$(tr -d '\r' < "$RUN_DIR/line")  # Windows ends lines with \r
-    words=()
+    words=() line=$(tr -d '\r' < "$RUN_DIR/line")  # Windows ends lines with \r
     (read_words "$line") || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is wrong, see above"
     read_words "$line"
     set +f
@@ -217,8 +216,7 @@ finish() {
         done
         fail "Slurm does not start it again. To go on: RUN_DIR=$RUN_DIR sbatch job.sh"
     fi
-    there=$(echo "$found" | sort -V | tail -n 3)
-    there=${there//$'\n'/ }
+    there=$(echo "$found" | sort -V | tail -n 3 | paste -sd ' ')
     fail "status $status, no new checkpoint in $RUN_DIR (there: ${there:-none}): not started again"
 }
 
