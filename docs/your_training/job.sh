@@ -147,7 +147,7 @@ make_run_dir() {
     list_checkpoints >> "$RUN_DIR/seen"
     # Slurm's job numbers come again, as with a new controller.
     [[ $go_on || ! -s $RUN_DIR/seen ]] || ((SLURM_RESTART_COUNT)) ||
-        fail "$RUN_DIR is an earlier job's: move it away, or export RUN_DIR=$RUN_DIR"
+        fail "$RUN_DIR is an earlier job's: move it away, or export RUN_DIR='$RUN_DIR'"
 }
 # A checkpoint has that in its name, or ends as people's do. What ends in tmp, part or partial is
 # not whole: the disk may be full.
@@ -165,8 +165,7 @@ choose_arguments() {
     # The line is kept for the next start, because you may edit the file.
     [ -s "$RUN_DIR/line" ] ||
         awk "NR == ${SLURM_ARRAY_TASK_ID:?give --array}" < "${1#@}" > "$RUN_DIR/line"
-    line=$(tr -d '\r' < "$RUN_DIR/line")  # Windows ends lines with \r
-    words=()
+    words=() line=$(tr -d '\r' < "$RUN_DIR/line")  # Windows ends lines with \r
     (read_words "$line") || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is wrong, see above"
     read_words "$line"
     set +f
@@ -215,10 +214,9 @@ finish() {
             sleep 5
             ask_slurm || break
         done
-        fail "Slurm does not start it again. To go on: RUN_DIR=$RUN_DIR sbatch job.sh"
+        fail "Slurm does not start it again. To go on: RUN_DIR='$RUN_DIR' sbatch job.sh"
     fi
-    there=$(echo "$found" | sort -V | tail -n 3)
-    there=${there//$'\n'/ }
+    there=$(echo "$found" | sort -V | tail -n 3 | paste -sd ' ')
     fail "status $status, no new checkpoint in $RUN_DIR (there: ${there:-none}): not started again"
 }
 

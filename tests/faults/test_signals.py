@@ -95,6 +95,18 @@ def test_requeue_by_hand(user, same_end):
     assert result.find(r"^Resuming from .*-step-\d+.pt$"), result
 
 
+def test_no_requeue(user, same_end):
+    """Where a site, or its user, forbids it, the last line says how to go on."""
+    steps = [*EPOCHS, "--save-steps=3"]
+    job = user.train(*steps, flags=[*TWO, "--no-requeue"])
+    warn_stopped(user, job, user.stop_rank(job))
+    result = user.wait(job)
+    assert (result.state, result.restarts) == ("FAILED", 0), result
+    says = r"^job.sh: error: Slurm does not start it again. To go on: RUN_DIR='(.*)' "
+    (folder,) = result.find(f"{says}sbatch job.sh$")
+    same_end(user.train(*steps, RUN_DIR=folder), restarts=0)
+
+
 def test_array(user, same_end):
     """What happens to a task of an array happens to no other.
 

@@ -49,8 +49,8 @@ def test_scripts_have_the_same_functions(names, but_for, count):
 
 # What people call what they save: it lets a job come back. And what is no such thing.
 COUNT = """ckpt.pt last.ckpt checkpoint_last.pt model_3.pth epoch_1.pth last.pth.tar
-Best.PT checkpoint-500/model.bin a/b/epoch=3-step=7.ckpt model.safetensors state.pkl
-net.th"""
+Best.PT checkpoint-500/model.bin a/b/epoch=3-step=7.ckpt model.safetensors
+state.pkl net.th"""
 DO_NOT_COUNT = """seen line metrics.jsonl log.txt model.pt.tmp ckpt.pt.part
 best.pth.partial epoch-1.pt.damaged tmp/ckpt.pt .tmp-checkpoint/x.pt gpus/node1.csv"""
 
