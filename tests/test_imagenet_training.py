@@ -458,13 +458,25 @@ def test_other_numbers_of_ranks(tmp_path):
         ("--learning-rate=-1", "--learning-rate is out of range"),
         ("--learning-rate=nan", "--learning-rate is out of range"),
         ("--workers=-1", "--workers is out of range"),
+        # job.sh looks in its RUN_DIR for what is new.
+        ("--checkpoint-dir=there", "--checkpoint-dir: instead, export RUN_DIR"),
     ],
 )
-def test_wrong_argument(argument, message, capsys):
+def test_wrong_argument(argument, message, capsys, monkeypatch):
+    monkeypatch.setenv("RUN_DIR", "/scratch/here")
     with pytest.raises(SystemExit):
         options(argument)
     last_line = capsys.readouterr().err.splitlines()[-1]
     assert re.match(f"main.py: error: (argument )?{message}", last_line), last_line
+
+
+def test_large_batch(tmp_path, caplog):
+    """The recipe has not been seen to hold above 8192 images a step."""
+    args = options(f"--checkpoint-dir={tmp_path}")
+    main.begin_run(args, {}, 8192)
+    assert not caplog.text
+    main.begin_run(options(f"--checkpoint-dir={tmp_path}2"), {}, 8193)
+    assert "warning: 8193 images a step" in caplog.text
 
 
 def test_synthetic_is_small(monkeypatch):
@@ -659,6 +671,25 @@ def test_ranks_share_every_global_batch(world_size):
     assert len(set.union(*batches)) == 90
     assert draw(1) == batches
     assert batches not in (draw(1, epoch=2), draw(1, seed=1))
+
+
+def test_workers_load_ahead():
+    """Also at an epoch's end: what validates it comes next, then the next epoch."""
+    run = SimpleNamespace(global_batch_size=15, epoch=1, step=0)
+    args = SimpleNamespace(seed=0, epochs=2, batch_size=4)
+    loader = data.build_loader(Keys(31), Keys(8), 1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    asked = []
+
+    def ask():
+        for batch in data.list_batches(loader.dataset, run, args):
+            asked.append(batch)
+            yield batch
+
+    for got, _ in enumerate(data.load_batches(loader, ask(), CPU), 1):
+        assert len(asked) >= min(got + 1, 8), (got, asked)
+    assert got == len(asked) == 8
+    dist.destroy_process_group()
 
 
 def test_augmentation():
