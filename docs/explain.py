@@ -224,11 +224,7 @@ def entries_of(page):
         term, body = found.group(1), textwrap.dedent(found.group(2)).strip("\n")
         terms = LITERAL.findall(term)
         messages = [without_program(each) for each in terms]
-        ours = {
-            without_program(each)
-            for each in terms
-            if re.match(r"(main.py|job.sh): error: ", each)
-        }
+        ours = {without_program(each) for each in terms if is_ours(each)}
         title = HEADING.findall(text[: found.start()])[-1][0]
         harmless = re.match("A? ?harmless", body, re.IGNORECASE)
         order = 2 if harmless else 1 if LEADS_ON.search(body) else 0
@@ -391,10 +387,17 @@ def say_unknown(found, job, with_state):
     elif found.last:
         say("\nFirst aid knows no line of it, and none has an error. The last line:")
         say(show(*found.last))
-    if found.errors or not with_state:
+    if found.errors and is_ours(found.errors[0][1]):
+        say("This line says what to do. It is of these scripts, not of your cluster.")
+    elif found.errors or not with_state:
         text = read_page(FIRST_AID)
         advice = text.split("\nWhat to send to support\n")[1].split("\n\n", 1)[1]
         say(wrap(plain(advice.strip(), FIRST_AID, job)))
+
+
+def is_ours(line):
+    """Say whether main.py, job.sh or another script of these has written the line."""
+    return re.match(r"(main|prepare_data)\.py: error: |job\.sh: error: ", line)
 
 
 def show(number, line):

@@ -184,6 +184,13 @@ def test_nothing_known():
     assert explain.ERROR == re.search(r'grep -nE "(.*?)" slurm-7.out', INDEX)[1]
 
 
+def test_an_error_of_ours():
+    """First aid has none that says what to do. No support knows these scripts."""
+    output = run(text="main.py: error: in place of 3, give --x 4\n").stdout.decode()
+    assert "line 1: main.py: error: in place of 3, give --x 4\n" in output
+    assert "This line says what to do." in output and "support" not in output
+
+
 def test_a_huge_log_in_bounded_memory(tmp_path):
     """400 MB of a progress bar in one line, and then what ended it."""
     log = tmp_path / "slurm-9.out"
