@@ -219,16 +219,16 @@ class Run:
         if self._seed is None:
             self._seed = tell_all(torch.initial_seed())
         around, depth = self._levels[-1], len(self._levels) - 1
-        number, done = around.places, 0
+        level = Level(around.places)
         around.places += 1
         if depth < len(self._place):
-            saved_number, done = self._place[depth]
-            if number < saved_number:
+            number, level.done, level.samples = self._place[depth]
+            if level.number < number:
                 return None
             if depth + 1 == len(self._place):
                 self._restore(self._names)
                 self._saved, self._place = None, []
-        return Level(number, done)
+        return level
 
     def _end_turn(self, level, group: int) -> None:
         """Count a turn, and let the ranks meet if it is time to."""
@@ -264,6 +264,13 @@ class Run:
                 turns -= turns % group
                 self.step += turns - level.done
                 level.done = turns
+            samples = length(items.dataset)
+            if level.done and level.samples != samples:
+                fail(
+                    f"an epoch that began with {level.samples} samples cannot go on "
+                    f"with {samples}: take the same data, or choose another folder"
+                )
+            level.samples = samples
             generators = find_generators(parts_of(items))
             order = self._set_order(items, generators)
             is_stream = isinstance(items.dataset, IterableDataset)
@@ -378,9 +385,10 @@ class Run:
 
     def _collect(self, at_point: bool) -> dict:
         """Return what rank 0 is to save."""
-        place = [[level.number, level.done] for level in self._levels[1:]]
+        levels = self._levels[1:]
         if at_point:
-            place.append([self._levels[-1].places - 1, 0])
+            levels.append(Level(self._levels[-1].places - 1))
+        place = [[level.number, level.done, level.samples] for level in levels]
         own = self._pack_own()
         about = {name: getattr(self, name) for name in KEPT} | {"_place": place}
         about["_own"] = [tell_all(own, other) for other in range(world_size())]
@@ -512,8 +520,8 @@ class Level:
     # Of its present turn. A place is a loop, a validation or a save.
     places, is_innermost = 0, True
 
-    def __init__(self, number: int = 0, done: int = 0):
-        self.number, self.done = number, done
+    def __init__(self, number: int = 0):
+        self.number, self.done, self.samples = number, 0, 0
 
 
 def sampler_of(loader: DataLoader):
