@@ -346,9 +346,11 @@ class Run:
         self._is_checked = True
         self._pack_own()
         for name, weights in self._weights.items():
+            if name not in self._names:
+                fail(f"the checkpoint has {name}, which Run was not given this time")
             part = unwrap(getattr(self, name))
-            frozen = [key for key in weights if key not in weights_of(part)]
-            if is_model(part) and frozen:
+            trained = set(weights_of(part)) if is_model(part) else weights
+            if frozen := [key for key in weights if key not in trained]:
                 fail(
                     f"the checkpoint's {name} has trained {frozen[0]}, which is frozen "
                     "now: unfreeze by >= and not by ==, above the inner loop"
