@@ -151,8 +151,8 @@ class Run:
                 rest = self._rest(items, level, group)
                 self._draw("item")
                 for item in rest:
-                    if self._first_item is None and isinstance(items, DataLoader):
-                        self._first_item = zlib.crc32(pack(item))
+                    if isinstance(items, DataLoader):
+                        self._note(item)
                     self._draw("turn")
                     yield item
                     self._end_turn(level, group)
@@ -362,6 +362,13 @@ class Run:
                 "all ranks have read the same first batch: give the loader a "
                 "DistributedSampler, or each rank samples of its own"
             )
+
+    def _note(self, item) -> None:
+        """Take a checksum of the first batch, to compare it with other ranks'."""
+        if self._first_item is None and world_size() > 1:
+            self._first_item = 0
+            with contextlib.suppress(Exception):  # it holds what cannot be packed
+                self._first_item = zlib.crc32(pack(item))
 
     def _own_sums(self) -> list[float]:
         return [number for _, sums in self._sums for number in sums.tolist()]
