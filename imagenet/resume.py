@@ -151,8 +151,8 @@ class Run:
                 rest = self._rest(items, level, group)
                 self._draw("item")
                 for item in rest:
-                    if self._first_item is None and isinstance(items, DataLoader):
-                        self._first_item = zlib.crc32(pack(item))
+                    if isinstance(items, DataLoader):
+                        self._note(item)
                     self._draw("turn")
                     yield item
                     self._end_turn(level, group)
@@ -219,16 +219,16 @@ class Run:
         if self._seed is None:
             self._seed = tell_all(torch.initial_seed())
         around, depth = self._levels[-1], len(self._levels) - 1
-        number, done = around.places, 0
+        level = Level(around.places)
         around.places += 1
         if depth < len(self._place):
-            saved_number, done = self._place[depth]
-            if number < saved_number:
+            number, level.done, level.samples = self._place[depth]
+            if level.number < number:
                 return None
             if depth + 1 == len(self._place):
                 self._restore(self._names)
                 self._saved, self._place = None, []
-        return Level(number, done)
+        return level
 
     def _end_turn(self, level, group: int) -> None:
         """Count a turn, and let the ranks meet if it is time to."""
@@ -264,6 +264,13 @@ class Run:
                 turns -= turns % group
                 self.step += turns - level.done
                 level.done = turns
+            samples = length(items.dataset)
+            if level.done and level.samples != samples:
+                fail(
+                    f"an epoch that began with {level.samples} samples cannot go on "
+                    f"with {samples}: take the same data, or choose another folder"
+                )
+            level.samples = samples
             generators = find_generators(parts_of(items))
             order = self._set_order(items, generators)
             is_stream = isinstance(items.dataset, IterableDataset)
@@ -339,9 +346,11 @@ class Run:
         self._is_checked = True
         self._pack_own()
         for name, weights in self._weights.items():
+            if name not in self._names:
+                fail(f"the checkpoint has {name}, which Run was not given this time")
             part = unwrap(getattr(self, name))
-            frozen = [key for key in weights if key not in weights_of(part)]
-            if is_model(part) and frozen:
+            trained = set(weights_of(part)) if is_model(part) else weights
+            if frozen := [key for key in weights if key not in trained]:
                 fail(
                     f"the checkpoint's {name} has trained {frozen[0]}, which is frozen "
                     "now: unfreeze by >= and not by ==, above the inner loop"
@@ -353,6 +362,13 @@ class Run:
                 "all ranks have read the same first batch: give the loader a "
                 "DistributedSampler, or each rank samples of its own"
             )
+
+    def _note(self, item) -> None:
+        """Take a checksum of the first batch, to compare it with other ranks'."""
+        if self._first_item is None and world_size() > 1:
+            self._first_item = 0
+            with contextlib.suppress(Exception):  # it holds what cannot be packed
+                self._first_item = zlib.crc32(pack(item))
 
     def _own_sums(self) -> list[float]:
         return [number for _, sums in self._sums for number in sums.tolist()]
@@ -378,9 +394,10 @@ class Run:
 
     def _collect(self, at_point: bool) -> dict:
         """Return what rank 0 is to save."""
-        place = [[level.number, level.done] for level in self._levels[1:]]
+        levels = self._levels[1:]
         if at_point:
-            place.append([self._levels[-1].places - 1, 0])
+            levels.append(Level(self._levels[-1].places - 1))
+        place = [[level.number, level.done, level.samples] for level in levels]
         own = self._pack_own()
         about = {name: getattr(self, name) for name in KEPT} | {"_place": place}
         about["_own"] = [tell_all(own, other) for other in range(world_size())]
@@ -512,8 +529,8 @@ class Level:
     # Of its present turn. A place is a loop, a validation or a save.
     places, is_innermost = 0, True
 
-    def __init__(self, number: int = 0, done: int = 0):
-        self.number, self.done = number, done
+    def __init__(self, number: int = 0):
+        self.number, self.done, self.samples = number, 0, 0
 
 
 def sampler_of(loader: DataLoader):

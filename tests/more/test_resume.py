@@ -368,9 +368,25 @@ def other_loops() -> str:
     return refused(lambda: [*run.loop(range(9))])
 
 
+def fewer_parts() -> str:
+    model, optimizer = build()
+    run = resume.Run(one=model, optimizer=optimizer)
+    for _ in run.loop(range(2)):
+        return refused(lambda: [*run.loop(load())])
+
+
+def other_data() -> str:
+    (one, optimizer), (other, other_optimizer) = build(), build()
+    run = resume.Run(one=one, optimizer=optimizer, other=other, another=other_optimizer)
+    for _ in run.loop(range(2)):
+        return refused(lambda: [*run.loop(load(Crops(64)))])
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
+        (fewer_parts, "the checkpoint has other, which Run was not given this time"),
+        (other_data, "that began with 128 samples cannot go on with 64: take the same"),
         (other_settings, "is of another run, with rate None, not 0.1: go on as it"),
         (other_loops, "the loops are not those of the checkpoint: choose another"),
     ],
