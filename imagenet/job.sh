@@ -225,7 +225,9 @@ finish() {
 # array's number, for which Slurm shows all tasks.
 ask_slurm() {
     for _ in {1..60}; do
-        job=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID ") && return
+        # Without the 0, it would be the status of the script, when that is ending.
+        job=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID ") &&
+            return 0
         echo "job.sh: waiting for Slurm's controller" >&2
         sleep 10
     done

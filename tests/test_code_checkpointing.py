@@ -46,8 +46,8 @@ FLAGS += ["--cpus-per-task=1", "--mem=1G"]
 ONE_TASK = [*FLAGS, "--nodes=1", "--nodelist=node1", "--ntasks-per-node=1"]
 
 
-WITHOUT = "safe_sbatch: error: the job would run without these: commit them, "
-WITHOUT += "submodules as files"
+WITHOUT = "safe_sbatch: error: the job would run without these: commit them "
+WITHOUT += "(secrets: .gitignore), submodules as files"
 
 
 class Repository(Jobs):

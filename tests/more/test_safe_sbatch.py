@@ -39,7 +39,7 @@ def test_ignored_files(repository, tmp_path):
 
     These may be links, too. They stay as they are.
     """
-    ignored = ["settings.ignored", "\u00fc.ignored", "../lib.ignored/module.py"]
+    ignored = ["settings.ignored", "\u00fc.ignored", "../lib.ignored/module.py", ".env"]
     usual = ["slurm-8.out", "model-8.pt", "__pycache__/main.pyc"]
     for name in [*ignored, *usual]:
         (repository.folder / name).parent.mkdir(exist_ok=True)
@@ -54,6 +54,7 @@ def test_ignored_files(repository, tmp_path):
             "imagenet/settings.ignored",
             '"imagenet/\\303\\274.ignored"',
             "lib.ignored/",
+            "imagenet/.env",
         ]
     ), output
     assert (repository.folder / "data").is_symlink()
