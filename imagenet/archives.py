@@ -200,11 +200,16 @@ def read_member(file: BinaryIO, member: Member) -> bytes:
 def list_tree(folder: Path) -> list[Member]:
     """Return the images of a tree: of train/CLASS/ and val/CLASS/, or of CLASS/."""
     tops = [folder]
-    if (folder / "train").is_dir():
+    if has_splits(folder):
         tops = [folder / "train", folder / "val"]
     paths = [path for top in tops for path in walk(top)]
     members = [Member(path.removeprefix(f"{folder}/")) for path in paths]
     return find_images(members, str(folder), in_place=True)
+
+
+def has_splits(folder: Path) -> bool:
+    """Has a tree train/CLASS/? A folder train that has images itself is a class."""
+    return any((folder / "train").glob("*/"))
 
 
 def walk(top: Path) -> Iterator[str]:

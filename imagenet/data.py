@@ -62,7 +62,7 @@ class Images:
         # An open file, unless each image is a file of a tree. If that has no train,
         # one in ten of each CLASS/ is held out.
         self.archive = None if place.is_dir() else open(place, "rb")
-        self.folder = place / split if (place / "train").is_dir() else place
+        self.folder = place / split if archives.has_splits(place) else place
         self.labels = self.index["label"]
 
     def __len__(self) -> int:

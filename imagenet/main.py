@@ -124,6 +124,7 @@ def main() -> None:
             f"{in_words}"
         )
         watch.log({"valid/loss": valid_loss, "valid/accuracy": valid_accuracy} | speed)
+        run.log(epoch=epoch, loss=valid_loss, accuracy=valid_accuracy)
         save_if_best(run, names, valid_accuracy)
     log_weights(run, commit)
     watch.close()

@@ -675,7 +675,11 @@ def test_wrong_folders(tmp_path, data_dir, files, message):
 
 @pytest.mark.parametrize(
     "classes",
-    [["Train", "invalid", "test tube", "test_pos"], ["valve_closed", "valve_open"]],
+    [
+        ["Train", "invalid", "test tube", "test_pos"],
+        ["valve_closed", "valve_open"],
+        ["bus", "train"],
+    ],
 )
 def test_classes_that_are_called_like_splits(tmp_path, data_dir, classes):
     """And Finder has given their folder an icon."""
@@ -683,6 +687,11 @@ def test_classes_that_are_called_like_splits(tmp_path, data_dir, classes):
     (tmp_path / "mine.tar").write_bytes(tar_bytes({"x/Icon\r": b""} | files))
     run(tmp_path / "mine.tar", data_dir)
     assert Images(data_dir, "train").classes == classes
+    with tarfile.open(tmp_path / "mine.tar") as tar:
+        tar.extractall(tmp_path, filter="data")
+    tree = Images(tmp_path / "x", "train")
+    assert tree.classes == classes
+    assert tree.name(0) == f"{tmp_path}/x/{classes[0]}/1.jpg"
 
 
 # Disks.
