@@ -202,8 +202,10 @@ def list_tree(folder: Path) -> list[Member]:
     tops = [folder]
     if has_splits(folder):
         tops = [folder / "train", folder / "val"]
-    paths = [path for top in tops for path in walk(top)]
-    members = [Member(path.removeprefix(f"{folder}/")) for path in paths]
+    paths = [path.removeprefix(f"{folder}/") for top in tops for path in walk(top)]
+    # In UTF-8 in any locale: it may be another one at the next start.
+    names = [os.fsencode(path).decode(errors="surrogateescape") for path in paths]
+    members = [Member(name) for name in names]
     return find_images(members, str(folder), in_place=True)
 
 

@@ -96,7 +96,8 @@ class Images:
     def read_bytes(self, i: int) -> Tensor:
         """Return an image as it is in its file, or was before a zip deflated it."""
         if not self.archive:
-            return torch.from_numpy(np.fromfile(self.name(i), np.uint8))
+            path = os.fsencode(self.folder) + b"/" + self.index["name"][i]
+            return torch.from_numpy(np.fromfile(path, np.uint8))
         row = self.index[i].tolist()  # label, name, offset and so on
         return as_tensor(archives.read_member(self.archive, Member(*row[1:])))
 
@@ -286,7 +287,10 @@ def build_loader(train: Augmented, valid: Augmented, workers: int) -> DataLoader
     # The workers' sockets lie in the temporary folder. A killed rank would leave them
     # in the site's. What is in the job's own, job.sh removes.
     folder = archives.job_folder()  # under salloc, perhaps not made yet
-    tempfile.tempdir = folder if os.path.isdir(folder) else None  # None: the site's
+    if os.path.isdir(folder):
+        tempfile.tempdir = folder
+        # In /tmp, another user could put code into PyTorch's cache. job.sh sets this.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
     loader = DataLoader(
         BothSplits(train, valid),
         batch_sampler=BatchSampler(),

@@ -60,6 +60,7 @@ def absolute_path(text: str) -> Path:
 
 def main() -> None:
     args = parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # of another locale, as Latin-1
     logging.basicConfig(
         level=logging.INFO, format=f"{NODE}: %(message)s", stream=sys.stdout
     )

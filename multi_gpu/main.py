@@ -266,6 +266,7 @@ def positive_int(text: str) -> int:
 
 
 def setup_logging() -> None:
+    sys.stdout.reconfigure(errors="backslashreplace")  # of another locale, as Latin-1
     logging.basicConfig(
         level=logging.INFO if environ["RANK"] == "0" else logging.ERROR,
         format="%(message)s",

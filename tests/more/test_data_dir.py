@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from PIL import Image
 from slurm_jobs import REPOSITORY, call
 from test_arguments import EXAMPLES, refused, run
 
@@ -49,3 +50,18 @@ def test_home_folder_that_the_shell_has_left(tmp_path):
     command = [sys.executable, prepare_data, "--source=~/none", "--data-dir=~/staged"]
     text = call(command, cwd=tmp_path, env=os.environ | {"HOME": str(tmp_path)}).output
     assert f"cannot stage {tmp_path}/none in {tmp_path}/staged on " in text
+
+
+def test_another_locale(tmp_path):
+    """A run goes on under another one. The log has names that it cannot write, too."""
+    for number, name in enumerate(["αλεπού", "猫"] * 12):
+        path = tmp_path / "tree" / name / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(path)
+    small = "--data-dir=tree --model=dummy --image-size=32 --batch-size=4 --epochs=1 "
+    small += "--workers=0 --checkpoint-dir=new"
+    ascii = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    for env in (ascii | {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C.UTF-8"}):
+        status, text = run(tmp_path, "imagenet", *small.split(), **env)
+        assert status == 0 and "2 classes, " in text and "Traceback" not in text, text
+    assert "Resuming from " in text, text
