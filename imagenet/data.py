@@ -359,7 +359,7 @@ def load_batches(loader: DataLoader, batches: Iterable, device: torch.device):
             yield [part.to(device, non_blocking=True) for part in batch]
     except FileNotFoundError:
         resume.end_workers()  # each would say at its end that its socket is not there
-        os.mkdir(folder)  # or Python would say so at its end
+        os.makedirs(folder, exist_ok=True)  # or Python would say so at its end
         raise StagingError(
             f"{NODE} has lost {folder}, with the sockets of its workers: does "
             "another job's epilog, or a cleaner, remove files there?"

@@ -97,7 +97,7 @@ class HangWatch:
         """Wait until all ranks have shown their stacks, and name those that do not."""
         limit = 0.15 * self.timeout
         if not self.group:
-            return time.sleep(limit)
+            return time.sleep(limit)  # in which the others show their stacks
         missing = []
         try:
             dist.monitored_barrier(self.group, timedelta(seconds=limit), True)

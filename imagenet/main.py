@@ -25,6 +25,7 @@ import torch.distributed as dist
 from data import (
     StagingError,
     build_loader,
+    evaluation_batches,
     list_batches,
     load_batches,
     load_data,
@@ -100,9 +101,10 @@ def main() -> None:
     rebuild_buckets(ddp_model, args.image_size)
     run.add(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     watch.begin(run, ddp_model, steps)
-    # An epoch's steps, its batches to validate, the next epoch's steps, and so on.
+    # An epoch's steps, its batches to validate, the next epoch's steps, and so on. It
+    # begins where an earlier start has stopped.
     stream = load_batches(loader, list_batches(loader.dataset, run, args), device)
-    valid_steps = math.ceil(len(valid_set) / (world_size * args.batch_size))
+    valid_steps = len(evaluation_batches(len(valid_set), world_size * args.batch_size))
     for epoch in run.loop(range(1, args.epochs + 1)):
         batches = run.loop(lambda done: watch.batches(islice(stream, steps - done)))
         # A progress bar, in a terminal only.
@@ -347,7 +349,7 @@ def parse_args() -> argparse.Namespace:
         "--save-steps",
         type=positive_int,
         default=10**6,
-        help="also save every so many steps",
+        help="also save every so many steps of an epoch",
     )
     add("--keep", type=positive_int, default=3, help="checkpoints kept besides best.pt")
     add(

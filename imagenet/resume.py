@@ -25,6 +25,7 @@ import fcntl
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import mmap
@@ -77,7 +78,7 @@ class RunError(Exception):
 
 
 class Run:
-    """A training, and its checkpoints: epoch-001-step-000123.pt is of 123 steps.
+    """A training, and its checkpoints: epoch-001-step-000123.pt is of 123 turns.
 
     `parts` are what a turn changes: what has a state_dict, and values (numbers, lists,
     tensors, …), which the script reads and writes as attributes of the run. `settings`
@@ -106,7 +107,7 @@ class Run:
         self._save_steps = save_steps
         self._stop_at = int(os.environ.get("STOP_AT") or 0)
         self._names, self._levels = [], [Level()]  # the first is around all loops
-        self._sums, self._sums_at_end, self._totals = [], [], []
+        self._sums, self._sums_at_end, self._totals = [], None, []
         self._seed, self._place, self._own, self._lines = None, [], [], []
         self._weights, self._first_item, self._warnings = {}, None, set()
         self._load()
@@ -151,6 +152,7 @@ class Run:
                 rest = self._rest(items, level, group)
                 self._draw("item")
                 for item in rest:
+                    self._sums_at_end = None
                     if isinstance(items, DataLoader):
                         self._note(item)
                     self._draw("turn")
@@ -160,23 +162,28 @@ class Run:
         finally:  # also after a break
             if level in self._levels:
                 del self._levels[self._levels.index(level) :]
-            self._sums_at_end = self._own_sums()  # the script may reduce them
-            self._draw("after")
+                level = None
+            if level is None:  # else the turn around it has ended before
+                self._sums_at_end = self._own_sums()  # the script may reduce them
+                self._draw("after")
 
     def pausable(self, batches: Iterable) -> Iterator:
-        """Yield the batches of a validation. Stopped, it begins again."""
+        """Yield the batches of a validation. Stopped, it begins again.
+
+        It is also made again by a start that goes on behind it.
+        """
         level = self._begin()
         count = reduce([length(batches)], dist.ReduceOp.MIN)[0]  # a rank may have fewer
         if isinstance(batches, DataLoader):
             batches = self._rest(batches, level or Level(), 1)
         for number, batch in enumerate(batches):
-            if number < count and number % 20 == 0:
+            if level and number < count and number % 20 == 0:
                 self._meet(at_point=True)
             yield batch
         self._draw("after")
 
     def save(self) -> None:
-        """Save now. The next start goes on from here. Not under an `if`."""
+        """Save now. The next start goes on from here, and must come by here again."""
         if self._begin():
             self._saved_at = -math.inf
             self._meet(at_point=True)
@@ -187,11 +194,9 @@ class Run:
         What earlier starts have added, on all ranks, is in those of rank 0.
         """
         sums = torch.zeros(count, dtype=torch.float64, device=device)
-        if self._place and rank() == 0:
-            done, self._totals = self._totals[:count], self._totals[count:]
-            if done:
-                sums += sums.new_tensor(done)
         self._sums.append((len(self._levels), sums))
+        if self._place:
+            self._fill_sums(len(self._sums) - 1)
         return sums
 
     def log(self, **values) -> None:
@@ -227,6 +232,8 @@ class Run:
                 return None
             if depth + 1 == len(self._place):
                 self._restore(self._names)
+                if self._sums_at_end is None:  # or the script may have reduced them
+                    self._fill_sums()  # again, because this turn may have added to them
                 self._saved, self._place = None, []
         return level
 
@@ -235,6 +242,7 @@ class Run:
         if self._place:
             fail("the loops are not those of the checkpoint: choose another folder")
         depth = self._levels.index(level)
+        del self._levels[depth + 1 :]  # of loops that were left by a break
         self._sums = [sums for sums in self._sums if sums[0] <= depth]
         level.done += 1
         self._since_meeting += 1
@@ -265,10 +273,11 @@ class Run:
                 self.step += turns - level.done
                 level.done = turns
             samples = length(items.dataset)
-            if level.done and level.samples != samples:
+            if reduce([level.done and level.samples != samples])[0]:
                 fail(
                     f"an epoch that began with {level.samples} samples cannot go on "
-                    f"with {samples}: take the same data, or choose another folder"
+                    f"with {samples}, or with others on another rank: take the same "
+                    "data, or choose another folder"
                 )
             level.samples = samples
             generators = find_generators(parts_of(items))
@@ -320,12 +329,13 @@ class Run:
     def _meet(self, at_point: bool = False) -> None:
         """Let the ranks add up what each has to say, and go by that."""
         now = time.monotonic()
-        due = now - self._saved_at > self._save_seconds
+        due = now - self._saved_at >= self._save_seconds  # both may be inf
         speed = self._since_meeting / (now - self._met_at + 1e-6) / world_size()
-        sums = self._sums_at_end if at_point else self._own_sums()
+        sums = self._own_sums()
+        if at_point and self._sums_at_end is not None:
+            sums = self._sums_at_end
         stop, due, speed, *self._totals = reduce([len(warned), due, speed, *sums])
-        if self._since_meeting:
-            self.on_meeting(self._totals, speed)
+        self.on_meeting(self._totals if self._since_meeting else [], speed)
         if not self._is_checked:
             self._check()
         if stop or due:
@@ -369,6 +379,16 @@ class Run:
             self._first_item = 0
             with contextlib.suppress(Exception):  # it holds what cannot be packed
                 self._first_item = zlib.crc32(pack(item))
+
+    def _fill_sums(self, first: int = 0) -> None:
+        """Give sums, from the first on, what earlier starts have added, on rank 0."""
+        left = iter(self._totals)
+        for place, (_, sums) in enumerate(self._sums):
+            done = list(itertools.islice(left, len(sums)))
+            if place >= first:
+                sums.zero_()
+                if rank() == 0 and done:
+                    sums += sums.new_tensor(done)
 
     def _own_sums(self) -> list[float]:
         return [number for _, sums in self._sums for number in sums.tolist()]
@@ -417,8 +437,12 @@ class Run:
 
         def write_and_tidy() -> None:
             write(path, content)
+            paths = self._paths()
+            place = paths.index(path)
             with contextlib.suppress(OSError):  # the checkpoint is whole
-                for old in self._paths()[self._keep :]:
+                # On more ranks than before, an epoch has fewer turns: what looks newer
+                # is of an earlier start.
+                for old in paths[:place] + paths[place + self._keep :]:
                     old.unlink()
 
         on_rank_0(f"cannot write {path}", write_and_tidy, self.while_saving)
@@ -798,9 +822,8 @@ def unpack(packed: bytes):
 
 def write(path: Path, content) -> None:
     """Write a file that is there whole, or not at all. NaN is refused."""
-    for part in content.values() if isinstance(content, dict) else []:
-        if isinstance(part, Tensor) and part.isnan().any():
-            raise RunError(f"cannot write {path}: NaN in the weights")
+    if has_nan(content):
+        raise RunError(f"cannot write {path}: NaN in the weights")
     partial = Path(f"{path}.partial")
     try:
         with open(partial, "wb") as file:
@@ -817,6 +840,15 @@ def write(path: Path, content) -> None:
         while reason.__context__ and not isinstance(reason, OSError):
             reason = reason.__context__
         raise reason from None
+
+
+def has_nan(content) -> bool:
+    """Is there a NaN in a tensor, at any depth of dicts and lists?"""
+    if isinstance(content, dict):
+        content = list(content.values())
+    if isinstance(content, (list, tuple)):
+        return any(map(has_nan, content))
+    return isinstance(content, Tensor) and bool(content.isnan().any())
 
 
 def check(path: Path) -> None:

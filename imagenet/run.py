@@ -20,13 +20,13 @@ def begin_run(args: argparse.Namespace, recipe: dict, images: int) -> resume.Run
     # job.sh sets JOB_WORK_DIR: the code may be a copy, which ends with the job.
     folder = Path(environ.get("JOB_WORK_DIR", "")).absolute() / args.checkpoint_dir
     run = resume.Run(folder, recipe, args.keep, args.save_minutes, args.save_steps)
-    if images > 8192:
-        logging.warning(
-            f"warning: {images} images a step: above 8192, a learning rate that "
-            "follows the batch loses accuracy (Goyal et al. 2017)"
-        )
     # The global batch stays, also on another number of GPUs. The id is W&B's.
     run.add(global_batch_size=images, id=uuid.uuid4().hex, best_accuracy=-1.0)
+    if run.global_batch_size > 8192:
+        logging.warning(
+            f"warning: {run.global_batch_size} images a step: above 8192, a learning "
+            "rate that follows the batch loses accuracy (Goyal et al. 2017)"
+        )
     if run.global_batch_size < resume.world_size():
         resume.fail(
             f"the checkpoint is of a run with {run.global_batch_size} images a step, "

@@ -30,6 +30,7 @@ class Watch:
         device = model.device
         self.on_gpu = device.type == "cuda"
         self.forwards = []  # when each began, and when it ended
+        # Hooks that return None change nothing.
         model.register_forward_pre_hook(lambda *_: self.forwards.append([self._now()]))
         model.register_forward_hook(lambda *_: self.forwards[-1].append(self._now()))
         self.profile = start_profile(run.folder, device) if self.args.profile else None
@@ -38,7 +39,6 @@ class Watch:
             # Rank 0 may wait here for W&B's server, for 90 seconds.
             self.tracker = Tracker(self.args, run)
             dist.barrier()
-        self.steps, self.start = 0, time.perf_counter()
         self.logged_at = time.monotonic()
         run.on_meeting, run.on_stop = self.meet, self.close
         run.while_saving = self.hangs.paused

@@ -241,8 +241,28 @@ def steps_with_a_validation():
     return model, torch.tensor(run.best)
 
 
+def validation_first():
+    """It leaves a loop that is held, as by tqdm, and saves in the middle of a turn."""
+    model, optimizer = build()
+    run = resume.Run(model=model, optimizer=optimizer, losses=[])
+    for _ in run.loop(range(4)):
+        assert sum(1 for _ in run.pausable(load())) == 8
+        loss = run.sums(1)
+        held = run.loop(load())
+        for inputs in held:
+            loss += take_step(model, optimizer, inputs)
+            if run.step % 3 == 1:
+                run.save()
+            if run.step == 6:
+                break
+        dist.all_reduce(loss)
+        run.losses.append(loss.item())
+    return model, torch.tensor(run.losses)
+
+
 SHAPES = [
     workers,
+    validation_first,
     two_models_in_two_loops,
     hidden_state,
     accumulation_and_ema,
@@ -283,6 +303,14 @@ def test_stopped_and_resumed(shape, tmp_path):
         starts += 1
         assert starts < 20
     assert found == right and starts >= 3
+
+
+def test_on_more_ranks(tmp_path):
+    """An epoch then has fewer turns: the newest checkpoint may have a lower number."""
+    for world_size, stop_at, name in ((1, 6, 6), (2, 1, 4), (2, 1, 5)):
+        work = start, two_models_in_two_loops, tmp_path, stop_at
+        assert set(run_ranks(world_size, *work)) == {STOPPED}
+        assert max(tmp_path.glob("*.pt")).name == f"epoch-001-step-{name:06}.pt"
 
 
 # What a script cannot do
@@ -386,7 +414,7 @@ def other_data() -> str:
     "change, said",
     [
         (fewer_parts, "the checkpoint has other, which Run was not given this time"),
-        (other_data, "that began with 128 samples cannot go on with 64: take the same"),
+        (other_data, "that began with 128 samples cannot go on with 64, or"),
         (other_settings, "is of another run, with rate None, not 0.1: go on as it"),
         (other_loops, "the loops are not those of the checkpoint: choose another"),
     ],
