@@ -73,8 +73,8 @@ def main() -> None:
             scaler = torch.amp.GradScaler(enabled=half)
             run.add(model=model, optimizer=optimizer)
             run.add(scheduler=scheduler, scaler=scaler)
-            watch.begin(run, steps, device)
             ddp_model = distribute(model)
+            watch.begin(run, ddp_model, steps)
             epochs = run.loop(range(10**6))
             order = itertools.cycle(list_epoch(staged, args.batch_size))
             stream = example.load_batches(loader, order, device)
@@ -82,7 +82,7 @@ def main() -> None:
             def turn() -> None:
                 next(epochs)
                 batches = run.loop(
-                    watch.training(lambda done: itertools.islice(stream, steps))
+                    lambda done: watch.batches(itertools.islice(stream, steps))
                 )
                 example.train(ddp_model, optimizer, scheduler, scaler, run, batches)
 

@@ -32,7 +32,7 @@ def printed(example: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("example", ["multi_node", "imagenet"])
+@pytest.mark.parametrize("example", ["multi_gpu", "imagenet"])
 def test_every_value_of_the_log_is_in_the_picture(example, tmp_path):
     log = tmp_path / "slurm-1.out"
     log.write_text("\n".join(printed(example)))
