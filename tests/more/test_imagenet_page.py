@@ -51,7 +51,9 @@ def test_an_allocation_and_torchrun(user, tmp_path):
     (allocation,) = listings(PAGE, "In an allocation")
     allocation = make_smaller(allocation, data | {"main.py": f"{train} --epochs=1"})
     (torchrun,) = listings(EXCEPTIONS, "With torchrun")
-    torchrun = make_smaller(torchrun, {"main.py": f"{train} --epochs=12"})
+    torchrun = make_smaller(
+        torchrun, {"main.py": f"{train} --epochs=12 --save-steps=4"}
+    )
     sync, salloc, *inside, remove = joined(allocation).splitlines()
     assert (sync, salloc.split()[0]) == ("uv sync --locked", "salloc")
     inside = "\n".join(
