@@ -101,8 +101,7 @@ def main() -> None:
     rebuild_buckets(ddp_model, args.image_size)
     run.add(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     watch.begin(run, ddp_model, steps)
-    # An epoch's steps, its batches to validate, the next epoch's steps, and so on. It
-    # begins where an earlier start has stopped.
+    # An epoch's steps, what validates it, the next epoch's steps, from run.step on.
     stream = load_batches(loader, list_batches(loader.dataset, run, args), device)
     valid_steps = len(evaluation_batches(len(valid_set), world_size * args.batch_size))
     for epoch in run.loop(range(1, args.epochs + 1)):

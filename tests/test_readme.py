@@ -42,7 +42,7 @@ def changed_lines(old: str, new: str) -> tuple[int, int]:
         ("single_gpu/job.sh", "multi_gpu/job.sh", 18, 10),
         ("multi_gpu/job.sh", "multi_node/job.sh", 20, 10),
         ("multi_node/job.sh", "multi_node/job_torchrun.sh", 20, 11),
-        ("multi_node/main.py", "imagenet/main.py", 192, 196),
+        ("multi_node/main.py", "imagenet/main.py", 193, 196),
         ("multi_node/job.sh", "imagenet/job.sh", 189, 30),
         # What is shared with multi_node's changes there, too.
         ("docs/your_training/before.py", "docs/your_training/main.py", 8, 6),

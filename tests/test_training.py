@@ -274,14 +274,15 @@ def run_main(main: ModuleType, batch_size: int, build, *more: str) -> dict:
     register_optimizer_step_pre_hook(
         lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
     )
-    output = io.StringIO()
+    output = io.TextIOWrapper(io.BytesIO(), write_through=True)
     with (
         tempfile.TemporaryDirectory() as folder,  # for the weights
         contextlib.chdir(folder),
         contextlib.redirect_stdout(output),
     ):
         main.main()
-    return {"state": model.state_dict(), "rates": rates, "output": output.getvalue()}
+    printed = output.buffer.getvalue().decode()
+    return {"state": model.state_dict(), "rates": rates, "output": printed}
 
 
 @functools.cache
