@@ -302,6 +302,7 @@ class Run:
         order = make_seed(self._seed, "order", *self._where()[:-1], own)
         for part in (*parts_of(loader), loader):
             if hasattr(part, "set_epoch"):
+                # Of the loop around this one, if there is one.
                 part.set_epoch(self._levels[-2:][0].done)
         seed(order, generators)
         if type(sampler) is RandomSampler and len(sampler) == len(loader.dataset):
@@ -366,8 +367,8 @@ class Run:
                     "now: unfreeze by >= and not by ==, above the inner loop"
                 )
         first = self._first_item or 0
-        least, most = reduce([first, -first], dist.ReduceOp.MIN)
-        if first and least == -most:
+        least, minus_most = reduce([first, -first], dist.ReduceOp.MIN)
+        if first and least == -minus_most:
             self._warn(
                 "all ranks have read the same first batch: give the loader a "
                 "DistributedSampler, or each rank samples of its own"
@@ -404,7 +405,7 @@ class Run:
                 continue
             try:
                 packed[name] = pack(part.state_dict() if is_object(part) else part)
-                unpack(packed[name])
+                unpack(packed[name])  # or the next start would fail
             except Exception as error:  # of several kinds
                 fail(
                     f"run.{name} cannot be saved, take numbers, strings, tensors, or "
@@ -588,7 +589,7 @@ def load_rest(
 class Seeded:
     """A data set whose samples draw what follows from their order and index."""
 
-    data = None
+    data = None  # or __getattr__ would call itself while a worker unpickles this
 
     def __init__(self, data, generators: list):
         self.data, self.generators = data, generators
@@ -788,11 +789,11 @@ def check_weights(model: nn.Module, failure: str) -> None:
         float(weight.detach().double().abs().sum()) for weight in model.parameters()
     )
     bad = not math.isfinite(total) or any(b.isnan().any() for b in model.buffers())
-    bad, most, least = reduce([bad, total, -total], dist.ReduceOp.MAX)
+    bad, most, minus_least = reduce([bad, total, -total], dist.ReduceOp.MAX)
     if bad:
         fail(f"{failure} are not finite")
     # The same numbers, added up by another kind of processor, differ a little.
-    if most + least > 1e-9 * most:
+    if most + minus_least > 1e-9 * most:
         fail(f"{failure} differ between ranks: call DDP's forward() in each turn")
 
 
@@ -890,6 +891,7 @@ def after_fork() -> None:
 
 
 SIGNALS = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT}
+# Workers that are not forked would not inherit what is blocked.
 multiprocessing.set_start_method("fork", force=True)
 os.register_at_fork(before=before_fork, after_in_parent=after_fork)
 
