@@ -192,7 +192,7 @@ def test_number_of_an_older_job(user, tmp_path):
     assert_failed(result)
     assert errors(result) == [
         f"job.sh: error: {older} is an earlier job's: move it away, or export "
-        f"RUN_DIR={older}"
+        f"RUN_DIR='{older}'"
     ], result
     assert {path.name: path.read_bytes() for path in older.glob("*.pt")} == before
     # What is named is meant.
