@@ -39,6 +39,7 @@ class Watch:
             # Rank 0 may wait here for W&B's server, for 90 seconds.
             self.tracker = Tracker(self.args, run)
             dist.barrier()
+        self.steps = 0  # stays so if an earlier start has taken all of the first loop
         self.logged_at = time.monotonic()
         run.on_meeting, run.on_stop = self.meet, self.close
         run.while_saving = self.hangs.paused
