@@ -555,7 +555,7 @@ def test_unused_weights(ranks, tmp_path):
 def test_what_the_rate_does():
     """The losses that the page gives for 16 processes."""
     ((scaled, unscaled),) = re.findall(
-        r"loss is (0\.\d\d)\. If the rate stays 0\.05, it is (0\.\d\d)\.", PAGE
+        r"loss is (0\.\d\d),\s+but (0\.\d\d) if the rate stays 0\.05", PAGE
     )
     assert f"{expected(16)[-1]:.2f}" == scaled
     assert f"{expected(16, rate=0.05)[-1]:.2f}" == unscaled
