@@ -393,12 +393,9 @@ def test_search(jobs: Jobs, project, frameworks):
     (command,) = re.findall(r"^    (grep -h .*)$", PAGE, re.M)
     command = command.replace("slurm-30_*.out", f"'{jobs.logs}'/{array}_*.out")
     best = jobs.run(["bash", "-c", command]).output
-    value, won = max(
-        (value, folders[n])
-        for n, (state, value, _) in enumerate(ended)
-        if state == "COMPLETE"
-    )
-    assert f": {value} " in best and f"'{won}'" in best, best
+    value = max(value for state, value, _ in ended if state == "COMPLETE")
+    (won,) = re.findall(f": {value} .*'(runs/.*)'", best)  # others may be as good
+    assert (value, won) in [(value, folder["run_dir"]) for _, value, folder in ended]
     history = (folder / won / "metrics.jsonl").read_text().splitlines()
     assert value == max(json.loads(line)["accuracy"] for line in history)
     assert (folder / won / "best.pt").exists()
