@@ -51,7 +51,7 @@ def warn_stopped(user: User, job: str, rank: int) -> None:
 
 def test_four_warnings(user, same_end):
     """Four times in a row the time limit comes near; the job saves and comes back."""
-    job = user.train(*EPOCHS, "--save-steps=3")
+    job = user.train(*EPOCHS, "--save-steps=1")
     moments = "001-step-000003 001-step-000009 001-step-000016 002-step-000006".split()
     for requeues, moment in enumerate(moments, 1):
         user.until_found(
