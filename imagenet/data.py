@@ -314,8 +314,8 @@ def list_batches(data: BothSplits, run: resume.Run, args: argparse.Namespace):
         steps = training_batches(len(data.train), args.seed, epoch, run)[done:]
         to_validate = evaluation_batches(len(data.valid), world_size * args.batch_size)
         for number, batches in (epoch, steps), (0, to_validate):
-            for batch in batches[:, rank::world_size].tolist():
-                yield [(number, index) for index in batch]
+            for batch in batches[:, rank::world_size]:
+                yield [(number, index) for index in batch.tolist()]
         done = 0
 
 

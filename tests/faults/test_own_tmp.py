@@ -47,7 +47,7 @@ def project(user):
     return folder
 
 
-# On a busy machine, the first job of such a cluster has failed at once, once in four.
+# On a busy machine, the first job of such a cluster has once failed at once.
 @pytest.mark.every_case
 @pytest.mark.parametrize("whose", ["imagenet", "your training"])
 def test_warned(user, project, whose):
