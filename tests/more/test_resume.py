@@ -242,7 +242,10 @@ def steps_with_a_validation():
 
 
 def validation_first():
-    """It leaves a loop that is held, as by tqdm, and saves in the middle of a turn."""
+    """It leaves a loop that is held, as by tqdm, and saves in the middle of a turn.
+
+    There, it is stopped once, too.
+    """
     model, optimizer = build()
     run = resume.Run(model=model, optimizer=optimizer, losses=[])
     for _ in run.loop(range(4)):
@@ -252,6 +255,10 @@ def validation_first():
         for inputs in held:
             loss += take_step(model, optimizer, inputs)
             if run.step % 3 == 1:
+                turn = f"{dist.get_rank()}-{len(run.losses)}-{run.step}"
+                if os.environ["STOP_AT"] != "0" and not (run.folder / turn).exists():
+                    (run.folder / turn).touch()
+                    resume.warned.append("in the turn")
                 run.save()
             if run.step == 6:
                 break
