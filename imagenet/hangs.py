@@ -21,22 +21,21 @@ NODE = os.environ.get("SLURMD_NODENAME", socket.gethostname())
 SLOW = 30 * 60
 
 
-def log_stacks(message: str) -> None:
-    """Say what is wrong with this rank, and what its threads are doing."""
-    rank = os.environ.get("RANK", resume.rank())
-    # All in one piece: other ranks write to the same log.
+def read_stacks() -> str:
+    """Return what this rank's threads are doing."""
     with open(os.memfd_create("stacks"), "w+") as stacks:
         faulthandler.dump_traceback(stacks)
         stacks.seek(0)
-        logging.error(f"error: rank {rank} on {NODE} {message}\n{stacks.read()}")
+        # Without the threads' numbers, the stacks of many ranks are equal.
+        return re.sub("0x[0-9a-f]+ ", "", stacks.read())
 
 
 class HangWatch:
     """Ends this rank when its main thread does not move, and lets the log say why.
 
     A thread counts the time by its own naps: hardly any passes while Slurm suspends
-    the job. Of a hang, it shows the stacks, and then waits for the threads of the
-    other ranks, which do the same. A rank whose thread does not come is stopped or
+    the job. In a hang, it meets the threads of the other ranks, and rank 0 shows the
+    stacks of all, equal ones once. A rank whose thread does not come is stopped or
     gone, or its C code keeps Python's lock: it is named.
     """
 
@@ -72,7 +71,7 @@ class HangWatch:
     def tick(self, doing: str, limit: float = 0) -> None:
         """Say that the main thread moves, and what it does for at most `limit` s."""
         self.doing, self.last_tick = doing, self.clock
-        # The rest is for _name_missing().
+        # The rest is for _meet().
         self.limit = max(limit, 0.7 * self.timeout)
 
     @contextlib.contextmanager
@@ -89,26 +88,52 @@ class HangWatch:
             time.sleep(nap)
             # A nap that took longer was a busy CPU's, or Slurm has suspended the job.
             self.clock += min(time.monotonic() - before, 3 * nap)
-        log_stacks(f"has not moved for {self.limit:.0f} s: it {self.doing}")
-        self._name_missing()
+        doing = f"has not moved for {self.limit:.0f} s: it {self.doing}"
+        if self.group:
+            self._meet(doing)
+        else:
+            rank = os.environ.get("RANK", resume.rank())
+            # In one piece: other ranks write to the same log.
+            logging.error(f"error: rank {rank} on {NODE} {doing}\n{read_stacks()}")
+        if not self.group or dist.get_rank() != 0:
+            time.sleep(0.15 * self.timeout)  # in which other ranks write what they know
         os._exit(1)  # srun ends the other ranks
 
-    def _name_missing(self) -> None:
-        """Wait until all ranks have shown their stacks, and name those that do not."""
-        limit = 0.15 * self.timeout
-        if not self.group:
-            return time.sleep(limit)  # in which the others show their stacks
-        missing = []
+    def _meet(self, doing: str) -> None:
+        """Let rank 0 show the stacks of all ranks, or name those that do not come."""
+        rank = dist.get_rank()
+        answers = [None] * dist.get_world_size() if rank == 0 else None
+        limit = timedelta(seconds=0.15 * self.timeout)
         try:
-            dist.monitored_barrier(self.group, timedelta(seconds=limit), True)
+            dist.monitored_barrier(self.group, limit, wait_all_ranks=True)
+            dist.gather_object(f"{doing}\n{read_stacks()}", answers, group=self.group)
         except RuntimeError as error:
-            if found := re.search(r"Ranks ([\d, ]+) failed", str(error)):
-                missing = [int(rank) for rank in found[1].split(",")]
-            elif "Timed out" in str(error):  # of the group: rank 0 would answer sooner
-                missing = [0]
-            elif dist.get_rank() == 0:
-                logging.error(f"error: a rank does not answer: {error!r}")
-            # On the other ranks, another error says no more than rank 0 does.
+            # Of many ranks, two are enough. Rank 0 may be the one that is missing.
+            stacks = f"\n{read_stacks()}" if rank < 2 else ""
+            logging.error(f"error: rank {rank} on {NODE} {doing}{stacks}")
+            self._name_missing(str(error))
+        else:
+            self._show(answers or [])
+
+    def _show(self, answers: list[str]) -> None:
+        """Log what each rank has answered. Of many ranks, most do the same."""
+        ranks_of = {}
+        for rank, answer in enumerate(answers):
+            ranks_of.setdefault(answer, []).append(rank)
+        for answer, (rank, *others) in ranks_of.items():
+            logging.error(f"error: rank {rank} on {self.hosts[rank]} {answer}")
+            if others:
+                logging.error(f"{len(others)} other ranks, too: {others}\n")
+
+    def _name_missing(self, error: str) -> None:
+        missing = []
+        if found := re.search(r"Ranks ([\d, ]+) failed", error):
+            missing = [int(rank) for rank in found[1].split(",")]
+        elif "Timed out" in error:  # of the group: rank 0 would answer sooner
+            missing = [0]
+        elif dist.get_rank() == 0:
+            logging.error(f"error: a rank does not answer: {error}")
+        # On the other ranks, another error says no more than rank 0 does.
         for rank in missing:
             logging.error(
                 f"error: rank {rank} on {self.hosts[rank]} does not answer: it is "
