@@ -120,15 +120,15 @@ def list_members(path: Path) -> list[Member]:
 
 def list_tar(file: BinaryIO, start: int, size: int, where: str) -> list[Member]:
     """Return what is in the tar that lies there in a file."""
-    members = []
+    members = {}  # by name: a tar may have several of one, and the last one counts
     file.seek(start)
     try:
         tar = tarfile.open(fileobj=file, mode="r:")
         for info in tar:
             if info.isdir():
-                members.append(Member(f"{info.name}/"))
+                members[info.name] = Member(f"{info.name}/")
             elif info.isfile() and not info.issparse():
-                members.append(Member(info.name, info.offset_data, info.size))
+                members[info.name] = Member(info.name, info.offset_data, info.size)
             else:
                 raise StagingError(
                     f"{where}: {info.name!r} is a link, a device or sparse: make the "
@@ -145,7 +145,7 @@ def list_tar(file: BinaryIO, start: int, size: int, where: str) -> list[Member]:
             f"{where} is cut, damaged, compressed, or several in one ({error}): "
             "fetch it again, or make one .tar"
         ) from None
-    return members
+    return list(members.values())
 
 
 def list_zip(path: Path) -> list[Member]:
@@ -201,7 +201,7 @@ def list_tree(folder: Path) -> list[Member]:
     """Return the images of a tree: of train/CLASS/ and val/CLASS/, or of CLASS/."""
     tops = [folder]
     if has_splits(folder):
-        tops = [folder / "train", folder / "val"]
+        tops = [top for top in (folder / "train", folder / "val") if top.is_dir()]
     paths = [path.removeprefix(f"{folder}/") for top in tops for path in walk(top)]
     # In UTF-8 in any locale: it may be another one at the next start.
     names = [os.fsencode(path).decode(errors="surrogateescape") for path in paths]
@@ -244,12 +244,15 @@ def find_images(
     tops = {match[1] for match in found if is_image(match[0])}
     held_out = not tops
     if held_out:
-        tops = {os.path.dirname(os.path.dirname(n)) for n in names if is_image(n)}
+        folders = {os.path.dirname(name) for name in names if is_image(name)}
+        # What lies beside the folders of the classes is left out.
+        folders -= set(map(os.path.dirname, folders))
+        tops = set(map(os.path.dirname, folders))
     if len(tops) != 1 or (in_place and tops != {""}):
         # Such as masks beside the images, or several folds.
         raise StagingError(
-            f"{where} has its images in {sorted(tops)[:3]}: put train/CLASS/ and "
-            "val/CLASS/, or the folders of all classes, into one folder"
+            f"{where} has its images in {sorted(tops)[:3] or 'no folder'}: put "
+            "train/CLASS/ and val/CLASS/, or all classes' folders, into one folder"
         )
     if held_out:
         logging.info(f"{where} has no train and val: one image in ten is held out")
@@ -345,8 +348,13 @@ def make_index(images: list[Member]) -> tuple[list[str], dict[str, np.ndarray]]:
 
 
 def class_of(name: str) -> str:
-    """Return the class of train/CLASS/NAME. macOS writes é as two characters."""
-    return unicodedata.normalize("NFC", name.split("/")[1])
+    """Return the class of train/CLASS/NAME."""
+    return one_form(name.split("/")[1])
+
+
+def one_form(name: str) -> str:
+    """Return a name that equals others which look alike. macOS writes é as two."""
+    return unicodedata.normalize("NFC", name)
 
 
 def is_image(name: str) -> bool:

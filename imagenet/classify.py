@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from archives import is_hidden, is_image, walk
+from archives import is_hidden, is_image, one_form, walk
 from data import as_tensor, center_crop, decode
 from main import build_model, compute_logits
 
@@ -43,7 +43,7 @@ def main() -> None:
         order = probabilities.argsort(descending=True).tolist()
         print(path, *[f"{probabilities[i]:.1%} {classes[i]}" for i in order[:5]])
         folders = path.relative_to(place.parent).parts[:-1]  # none above place
-        named = [folder for folder in folders if folder in classes]
+        named = [name for name in map(one_form, folders) if name in classes]
         if named:
             right.append(named[-1] == classes[order[0]])
     others = len(files) - len(images)

@@ -116,7 +116,7 @@ def list_tree(data_dir: Path) -> tuple[list[str], dict[str, np.ndarray]]:
 
 def as_tensor(data: bytes) -> Tensor:
     """Return bytes as a tensor. It is a copy: PyTorch warns of read-only memory."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.from_numpy(np.array(bytearray(data)))
 
 
 def decode(data: Tensor, max_megapixels: int = 200) -> Tensor:
@@ -127,11 +127,13 @@ def decode(data: Tensor, max_megapixels: int = 200) -> Tensor:
     except UnidentifiedImageError:
         raise ValueError("it is no JPEG, PNG or WebP") from None
     width, height = image.size
+    # A few bytes may ask for gigabytes of pixels, and the worker would be killed.
     if width * height > max_megapixels * 10**6:
-        # A few bytes may ask for gigabytes of pixels, and the worker would be killed.
         raise ValueError(
             f"{width} x {height} pixels are more than --max-megapixels {max_megapixels}"
         )
+    if max(width, height) > 1000 * min(width, height):  # so would be its center_crop
+        raise ValueError(f"{width} x {height} pixels are too thin")
     if image.format in ("JPEG", "MPO"):  # MPO: a JPEG with more of them behind it
         return decode_image(data, "RGB", apply_exif_orientation=True)
     # torchvision does not turn a WebP, and a damaged PNG may crash it, and with it this
@@ -228,8 +230,8 @@ class Augmented(Dataset):
             return self.center(image), label
         # The draw follows from these three, not from the worker or the rank that
         # makes it. torch.manual_seed would seed every kind of device: 0.2 ms.
-        number = resume.make_seed(self.seed, epoch, index)
-        torch.default_generator.manual_seed(number)
+        draw = resume.make_seed(self.seed, epoch, index)
+        torch.default_generator.manual_seed(draw)
         return self.crop_and_flip(image), label
 
 

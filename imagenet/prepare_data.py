@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -51,7 +52,10 @@ def parse_args() -> argparse.Namespace:
     )
     add("--resize", type=int, help="shrink images to shorter sides of so many pixels")
     add("--max-megapixels", type=int, default=200, help="--resize refuses larger ones")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.resize is not None and args.resize < 1:
+        parser.error("--resize is not at least 1")
+    return args
 
 
 def absolute_path(text: str) -> Path:
@@ -63,6 +67,10 @@ def main() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # of another locale, as Latin-1
     logging.basicConfig(
         level=logging.INFO, format=f"{NODE}: %(message)s", stream=sys.stdout
+    )
+    # By an exception, what is not whole is removed.
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("prepare_data.py: ended by Slurm")
     )
     try:
         remove_abandoned()
@@ -84,6 +92,9 @@ def stage(args: argparse.Namespace) -> None:
     wanted = {"files": files, "resize": args.resize}
     data_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     refuse_strangers(data_dir)
+    if data_dir.is_symlink():
+        data_dir = data_dir.resolve()
+        refuse_strangers(data_dir)
     if is_staged(data_dir, wanted):
         return logging.info(f"{data_dir} is staged already")
     make_room(data_dir)
@@ -98,9 +109,12 @@ def stage(args: argparse.Namespace) -> None:
         elif not source["train"].is_dir():
             source = copy(source, folder)
         images = write_index(folder, source, wanted)
-        # If nodes share this disk, another one may have been faster.
-        if not is_staged(data_dir, wanted):
+        try:
             folder.rename(data_dir)
+        except OSError:
+            # If nodes share this disk, another one may have been faster.
+            if not is_staged(data_dir, wanted):
+                raise
     seconds = time.perf_counter() - start
     logging.info(f"staged {images} images in {data_dir} after {seconds:.1f} s")
 
@@ -109,9 +123,11 @@ def find_source(path: Path) -> dict[str, Path]:
     """Return ImageNet's archives in a folder, or an archive or tree of both splits."""
     names = {"train": TRAIN, "val": VAL, "devkit": DEVKIT}
     of_imagenet = {part: path / name for part, name in names.items()}
-    is_there = any(archive.exists() for archive in of_imagenet.values())
+    is_there = [archive.exists() for archive in of_imagenet.values()]
     has_no_class = path.is_dir() and not any(path.glob("*/"))
-    if is_there or has_no_class:
+    # In a tree, torchvision leaves the development kit.
+    is_tree = archives.has_splits(path) and not all(is_there)
+    if not is_tree and (any(is_there) or has_no_class):
         return of_imagenet
     return {"train": path, "val": path}
 
@@ -119,7 +135,7 @@ def find_source(path: Path) -> dict[str, Path]:
 def when_changed(path: Path) -> dict[str, int]:
     """Return when an archive was changed, or each folder of a tree."""
     found = [path, *path.glob("*/"), *path.glob("*/*/")]
-    return {str(f.relative_to(path.parent)): f.stat().st_mtime_ns for f in found}
+    return {str(file): file.stat().st_mtime_ns for file in found}
 
 
 def refuse_strangers(data_dir: Path) -> None:
@@ -143,9 +159,11 @@ def is_staged(data_dir: Path, wanted: dict) -> bool:
     """Is that there, and whole?"""
     try:
         found = dict(json.loads((data_dir / "index.json").read_text()))
-    except (OSError, TypeError, ValueError):  # none, another's, or the node went down
+        sizes = {name: (data_dir / name).stat().st_size for name in found["sizes"]}
+    # None, another's, the node went down, or a cleaner has removed something.
+    except (OSError, TypeError, ValueError, KeyError):
         return False
-    return wanted.items() <= found.items()
+    return wanted.items() <= found.items() and sizes == found["sizes"]
 
 
 def make_room(data_dir: Path) -> None:
@@ -188,11 +206,14 @@ def write_index(folder: Path, source: dict[str, Path], wanted: dict) -> int:
     classes, indices = archives.make_index(images)
     for split, index in indices.items():
         np.save(folder / f"{split}.npy", index)
-    names = {}
+    names, sizes = {}, {}
     for split in ("train", "val"):
+        path = source[split]
         # Without the name of this folder, which changes.
-        names[split] = str(source[split]).removeprefix(f"{folder}/")
-    index = wanted | {"classes": classes, "archives": names}
+        names[split] = str(path).removeprefix(f"{folder}/")
+        if path.parent == folder:
+            sizes[names[split]] = path.stat().st_size
+    index = wanted | {"classes": classes, "archives": names, "sizes": sizes}
     (folder / "index.json").write_text(json.dumps(index))
     return len(images)
 

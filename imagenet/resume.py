@@ -176,10 +176,14 @@ class Run:
         count = reduce([length(batches)], dist.ReduceOp.MIN)[0]  # a rank may have fewer
         if isinstance(batches, DataLoader):
             batches = self._rest(batches, level or Level(), 1)
+        met = due = 0
         for number, batch in enumerate(batches):
-            if level and number < count and number % 20 == 0:
-                self._meet(at_point=True)
+            if level and number == due and number < count:
+                self._meet(at_point=True, batches=number - met)
+                # At first, nobody knows how long a batch takes.
+                met, due = number, number + min(self._meeting, number + 1)
             yield batch
+        self._meeting = 1  # a turn may take longer than a batch
         self._draw("after")
 
     def save(self) -> None:
@@ -327,11 +331,12 @@ class Run:
 
     # Meetings of the ranks
 
-    def _meet(self, at_point: bool = False) -> None:
+    def _meet(self, at_point: bool = False, batches: int = 0) -> None:
         """Let the ranks add up what each has to say, and go by that."""
         now = time.monotonic()
         due = now - self._saved_at >= self._save_seconds  # both may be inf
-        speed = self._since_meeting / (now - self._met_at + 1e-6) / world_size()
+        turns = self._since_meeting + batches
+        speed = turns / (now - self._met_at + 1e-6) / world_size()
         sums = self._own_sums()
         if at_point and self._sums_at_end is not None:
             sums = self._sums_at_end
