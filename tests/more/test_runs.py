@@ -180,7 +180,7 @@ def test_several_at_once(jobs: Jobs, project):
 def test_a_line_that_fails_ends_no_other(jobs: Jobs, project):
     """Its task has nothing left to do, and srun ends all with the first that leaves."""
     folder = project(*EACH_LINE)
-    (folder / "sweep.txt").write_text("--fail\n--wait\n'unclosed\n--other &\n")
+    (folder / "sweep.txt").write_text("--fail\n--wait\n")
     flags = ["--nodelist=node1", "--ntasks-per-node=2"]
     job = jobs.submit(folder, *ONE, *flags, "job.sh")
 
@@ -192,14 +192,6 @@ def test_a_line_that_fails_ends_no_other(jobs: Jobs, project):
     result = jobs.wait(job)
     assert result.find("^Line (.*)$")[-1] == "1: ended with status 3", result
     assert result.output.count("Line 2: ended with status 0\n") == 1, result
-    for number, said in {
-        3: "unexpected EOF while looking for matching `''",
-        4: "syntax error near unexpected token `&'",
-    }.items():
-        error = f"each_line: error: sweep.txt: line {number}: {said}\n"
-        assert error in result.output, result
-        log = folder / "runs" / job / str(number) / "log"
-        assert log.read_text() == error * (result.restarts + 1), result
 
 
 def test_words_of_a_line(tmp_path):
@@ -216,6 +208,7 @@ def test_words_of_a_line(tmp_path):
         "--lr 0.1 \\": "it ends in a backslash: a run is one line",
         "--data $SCRATHC/x": "SCRATHC: unbound variable",
         "--name a&b": "syntax error near unexpected token `&'",
+        "--name=don't": "unexpected EOF while looking for matching `''",
         "--lr 0.2": ["--lr", "0.2"],
     }
     (tmp_path / "sweep.txt").write_text("\n".join(lines))
@@ -239,7 +232,7 @@ def test_words_of_a_line(tmp_path):
         else:
             assert f"{number}: {expected}" in errors, result
             assert log == [f"each_line: error: sweep.txt: line {number}: {expected}"]
-    assert len(errors) == 3, result
+    assert len(errors) == 4, result
 
 
 @pytest.mark.usefixtures("nothing_left")

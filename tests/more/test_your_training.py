@@ -309,8 +309,6 @@ happens = sys.argv[1]
 first = not os.path.exists(f"{run_dir}/started-{rank}")
 open(f"{run_dir}/started-{rank}", "w").close()
 print("starts", flush=True)
-if happens == "preempted" and first:
-    time.sleep(600)
 warned = []
 for name in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(name, lambda number, frame: warned.append(number))
@@ -331,7 +329,10 @@ sys.exit(happens in ("fails", "full") or (happens == "warned" and first))
 
 @pytest.mark.usefixtures("nothing_left")
 def test_what_comes_back(jobs, tmp_path):
-    """Jobs at once in one folder. Each comes back alone, or fails, with a line."""
+    """Jobs at once in one folder. Each comes back alone, or fails, with a line.
+
+    A preemption, the time limit and a requeue: test_it_comes_back_and_goes_on.
+    """
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").symlink_to(Path(sys.executable).resolve())
     (tmp_path / "main.py").write_text(LIGHT)
@@ -347,21 +348,9 @@ def test_what_comes_back(jobs, tmp_path):
         assert len(result.find(again)) <= restarts, result
         return result
 
-    grace = "scontrol update PartitionName=main GraceTime="
-    jobs.run(f"{grace}15".split())
-    preempted = submit("preempted", *TWO)
-    jobs.until(preempted, "(?s)(starts.*){2}")
-    sleep = "--wrap=exec sleep infinity"
-    urgent = jobs.submit("", "--partition=urgent", "--nodes=3", "--exclusive", sleep)
-    jobs.until(preempted, again)
-    jobs.run(["scancel", urgent])
-    jobs.run(f"{grace}0".split())
-
     array = submit("killed", *ONE, "--array=1-2")
     fails = [submit(happens, *ONE) for happens in ("fails", "full")]
     cancelled = submit("warned", *ONE)
-    requeued = submit("warned", *ONE)
-    limited = submit("warned", *TWO, "--signal=B:USR1@175", "--time=10")
     nothing = submit("", *ONE, DATA_ARCHIVE="/nowhere.tar")
     (tmp_path / "data").mkdir()
     for number in range(9):
@@ -378,15 +367,8 @@ def test_what_comes_back(jobs, tmp_path):
     (tmp_path / "runs" / number / "below").mkdir(parents=True)
     (tmp_path / "runs" / number / "below" / "checkpoint-5").touch()
     jobs.run(["scontrol", "release", number])
-    for job in (cancelled, requeued):
-        jobs.until(job, "^waits")
-    jobs.run(["scontrol", "requeue", requeued])
+    jobs.until(cancelled, "^waits")
     assert jobs.cancel(cancelled).state == "CANCELLED"
-    jobs.until(limited, "(?s)(waits.*){2}")
-    # Slurm warns the job at once when it gets a limit of three minutes.
-    jobs.run(["scontrol", "update", f"job={limited}", "TimeLimit=3"])
-    jobs.until(limited, again)
-    jobs.run(["scontrol", "update", f"job={limited}", "TimeLimit=10"])
 
     # When it is warned, the disk of its log is full.
     disk = "/tmp/logs"
@@ -407,9 +389,6 @@ def test_what_comes_back(jobs, tmp_path):
     ended(unsaid, "COMPLETED", 1)
     jobs.on("node1", "sh", "-c", f"umount {disk} && rmdir {disk}")
 
-    ended(preempted, jobs.state_after_preemption(), 1)
-    for job in (limited, requeued):
-        ended(job, "COMPLETED", 1)
     not_again = (
         r"^job.sh: error: status \d+, no new checkpoint in .*: not started again$"
     )
