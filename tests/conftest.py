@@ -101,8 +101,7 @@ def leave_nothing_behind() -> None:
     os.close(read_end)
     # It ends with this process alone.
     os.register_at_fork(after_in_child=writer.close)
-    # Tests of the tests start a run in a run: what is in both ends with either.
-    os.environ["STARTED_BY_TESTS"] = f"{os.environ.get('STARTED_BY_TESTS', '')} {mark}"
+    os.environ["STARTED_BY_TESTS"] = mark
     if os.geteuid() == 0:  # the mounts of a namespace end with its last process
         new_mounts = 0x00020000  # CLONE_NEWNS
         if ctypes.CDLL(None).unshare(new_mounts) == 0:
