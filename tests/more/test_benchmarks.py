@@ -19,8 +19,6 @@ TINY = {
         "--model shufflenet_v2_x0_5 --samples 10 --batch-size 10 --workers 1",
         3,
     ),
-    "staging": ("--images 2", 3),
-    "training_step": ("--ranks 1 --steps 1 --batch-size 4", 5),
 }
 
 
