@@ -469,16 +469,6 @@ def test_another_recipe(tmp_path, rank0):
     assert load(tmp_path) == (1, 1)
 
 
-def load_other_data(folder: Path) -> str:
-    return refused(load, folder, RECIPE | {"fingerprints": str(dist.get_rank())})
-
-
-def test_nodes_with_different_data(tmp_path):
-    """All ranks refuse it."""
-    said = "not every node has the same data and settings: stage it again"
-    assert run_ranks(2, load_other_data, tmp_path) == [said] * 2
-
-
 def test_more_ranks_than_images(tmp_path, rank0):
     """A run on few GPUs cannot go on with so many that some have nothing to do."""
     with opened(tmp_path) as run:

@@ -337,38 +337,3 @@ def test_disk_that_runs_no_programs(repository):
     """The copy of the code may lie on a disk that is mounted noexec."""
     result = run_with_disk(repository, "noexec")
     check(repository, result, repository.head, 4)
-
-
-SWEEP = """\
---learning-rate 0.1 --name 'two words' ""
---name="two  'more' words" '*' '$HOME' \\"
---name=windows\r
---name a&b"""
-
-
-def test_arrays(repository):
-    """Each task of an array takes its own line of the file.
-
-    What else is no line of words: test_words_of_a_line. Without a file, its number is
-    its seed, unless the arguments name one.
-    """
-    repository.write("sweep.txt", SWEEP)
-    commit = repository.commit()
-    sweep = ["job.sh", "@sweep.txt", "--epochs", "two words"]
-    flags = [f"--output={repository.logs}/%A_%a.out", *ONE_TASK]
-    array = repository.safe_sbatch(*flags, "--array=0-5", *sweep)
-    seeds = repository.safe_sbatch(*flags, "--array=7", "job.sh", "--seed=1")
-    repository.write("sweep.txt", "")  # the jobs see nothing of that
-    results = [repository.wait(f"{array}_{i}") for i in range(6)]
-    zero, first, second, windows, wrong, last = results
-    for result, line in zip((first, second), SWEEP.splitlines()[:2], strict=True):
-        (task,) = tasks(result.output)
-        assert (result.state, task["GIT_COMMIT"]) == ("COMPLETED", commit), result
-        assert task["arguments"] == [*shlex.split(line), *sweep[2:]], result
-    assert tasks(windows.output)[0]["arguments"][0] == "--name=windows", windows
-    assert errors(wrong) == ["sweep.txt: line 4 is wrong, see above"]
-    assert "syntax error near unexpected token `&'" in wrong.output, wrong
-    for number, result in ((0, zero), (5, last)):
-        assert errors(result) == [f"sweep.txt: line {number} is empty or missing"]
-    (task,) = tasks(repository.wait(f"{seeds}_7").output)
-    assert task["arguments"] == ["--seed=7", "--seed=1"]
