@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # How small, and the rows of its tables.
 TINY = {
     "cifar10_input": ("--samples 256", 4),
-    "imagenet_input": ("--samples 10 --batch-size 10 --workers 1", 10),
+    "imagenet_input": ("--samples 10 --batch-size 10 --workers 1", 6),
     "imagenet_training": (
         "--model shufflenet_v2_x0_5 --samples 10 --batch-size 10 --workers 1",
         3,
