@@ -55,12 +55,6 @@ def pytest_addoption(parser):
         choices=slurm.PROCTRACK,
         help="run every case with this ProctrackType of Slurm",
     )
-    add(
-        "--soak",
-        type=float,
-        metavar="MINUTES",
-        help="run faults/test_soak.py, for so long at least",
-    )
 
 
 def pytest_configure():
@@ -101,8 +95,7 @@ def leave_nothing_behind() -> None:
     os.close(read_end)
     # It ends with this process alone.
     os.register_at_fork(after_in_child=writer.close)
-    # Tests of the tests start a run in a run: what is in both ends with either.
-    os.environ["STARTED_BY_TESTS"] = f"{os.environ.get('STARTED_BY_TESTS', '')} {mark}"
+    os.environ["STARTED_BY_TESTS"] = mark
     if os.geteuid() == 0:  # the mounts of a namespace end with its last process
         new_mounts = 0x00020000  # CLONE_NEWNS
         if ctypes.CDLL(None).unshare(new_mounts) == 0:
@@ -110,12 +103,9 @@ def leave_nothing_behind() -> None:
 
 
 def pytest_collection_modifyitems(config, items):
-    every_case = any(
-        config.getoption(name) for name in ("every_case", "slurm", "proctrack")
-    )
-    chosen = {"every_case": every_case, "soak": config.getoption("soak")}
-    out = [mark for mark in chosen if not chosen[mark]]
-    others = [item for item in items if any(map(item.get_closest_marker, out))]
+    if any(config.getoption(name) for name in ("every_case", "slurm", "proctrack")):
+        return
+    others = [item for item in items if item.get_closest_marker("every_case")]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
 

@@ -22,6 +22,13 @@ class Drawn(NamedTuple):
     valid: dict[tuple[str, str], bytes]
 
 
+def encode(image: Image.Image, kind: str, **options) -> bytes:
+    """Return an image's file, of a kind such as PNG."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
 def draw(classes: int, train: int, valid: int, resolution: int, seed: int):
     """Yield each class's wnid, and its images' files to train on and to validate."""
     rng = np.random.default_rng(seed)
@@ -36,9 +43,7 @@ def draw(classes: int, train: int, valid: int, resolution: int, seed: int):
             # ImageNet has a few of these, too; all are called .JPEG.
             mode = "CMYK" if (label, i) == (0, 0) else "RGB"
             kind = "PNG" if (label, i) == (1, 0) else "JPEG"
-            file = io.BytesIO()
-            image.convert(mode).save(file, kind)
-            files.append(file.getvalue())
+            files.append(encode(image.convert(mode), kind))
         yield f"n{label + 1:08d}", files[:train], files[train:]
 
 
@@ -54,9 +59,7 @@ def tar_bytes(files: dict[str, bytes], mode: str = "w", **options) -> bytes:
 
 def bad_png() -> bytes:
     """Return a PNG whose checksum is right, and whose compressed pixels are not."""
-    file = io.BytesIO()
-    Image.effect_noise((48, 40), 60).convert("RGB").save(file, "PNG")
-    data = bytearray(file.getvalue())
+    data = bytearray(encode(Image.effect_noise((48, 40), 60).convert("RGB"), "PNG"))
     start = data.index(b"IDAT")
     size = int.from_bytes(data[start - 4 : start])
     end = start + 4 + size

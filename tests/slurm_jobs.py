@@ -202,7 +202,9 @@ class Jobs:
                 )
             time.sleep(0.2)
         code, restarts = int(info["ExitCode"].split(":")[0]), int(info["Restarts"])
-        return Result(self.log(job), code, info["JobState"], job, restarts)
+        # Without the task numbers that `srun -l` puts before each line.
+        log = re.sub(r"^\d+: ", "", self.log(job), flags=re.MULTILINE)
+        return Result(log, code, info["JobState"], job, restarts)
 
     def log(self, job: str) -> str:
         path = self.logs / f"{job}.out"

@@ -1,4 +1,4 @@
-"""The test cluster itself: its nodes are hosts of their own, and nothing stays."""
+"""The test cluster by hand: the commands of README.rst, after which nothing stays."""
 
 import os
 import re
@@ -12,21 +12,6 @@ from slurm_jobs import call as run
 
 pytestmark = pytest.mark.usefixtures("start_cluster")  # it says what is missing
 COMMAND = [sys.executable, slurm.__file__]
-
-
-def test_nodes_are_hosts_of_their_own(cluster):
-    """Jobs tell their host names, and meet on their network: other tests see that."""
-
-    def on(node: str, command: str) -> str:
-        return run([*cluster.namespaces(node), "sh", "-c", command]).output
-
-    on("node1", "echo mine > /tmp/test-cluster-file")
-    assert on("node2", "ls -A /tmp") != on("node1", "ls -A /tmp")
-    assert not Path("/tmp/test-cluster-file").exists()
-    on("node1", "rm /tmp/test-cluster-file")
-    assert "node1" not in Path("/etc/hosts").read_text()
-    # A mount over that file alone would go when the machine replaces its own.
-    assert on("node2", "findmnt -n -o TARGET -T /etc/hosts") == "/etc\n"
 
 
 def test_commands(pytestconfig):

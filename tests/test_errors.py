@@ -203,7 +203,7 @@ def test_rank_never_comes(jobs, tmp_path):
         result = jobs.wait(job, timeout=90)
         assert result.state == "FAILED" and "Traceback" not in result.output, result
         (said,) = result.find("^error: (.*)")
-        assert said.startswith(message), result
+        assert said.startswith(message) and " in main\n" in result.output, result
 
 
 def test_a_rank_dies(jobs):

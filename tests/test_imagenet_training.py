@@ -12,7 +12,6 @@ import gzip
 import importlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -315,13 +314,14 @@ def check_that_nothing_is_lost(folder: Path, newest: Path, right: Training):
     )
 
 
-def test_killed_then_stopped(undisturbed, tmp_path):
+def test_killed_then_stopped_in_a_validation(undisturbed, tmp_path):
     """A killed rank's workers end, and so do the other ranks, which need it.
 
-    The next start goes on from the newest checkpoint, and so does the one after.
+    The next start goes on from the newest checkpoint. It is stopped in a validation,
+    which may take longer than is left: the start after makes it.
     """
     with Training(tmp_path, RANKS, *RUN, "--workers=2") as training:
-        training.wait_for_checkpoint(1, 6)
+        training.wait_for_checkpoint(1, 3)
         workers = training.children()
         training.processes[1].kill()
         first, killed, third = training.join()
@@ -331,19 +331,11 @@ def test_killed_then_stopped(undisturbed, tmp_path):
         newest = training.newest()
         # A worker looks every 5 s whether its parent is there.
         training.wait_for(lambda: not still_running(workers))
-    stopped = stop(tmp_path, RANKS, [*RUN, "--workers=0"], signal.SIGUSR1, 2, 3)
-    assert stopped.name > "epoch-002-step-000003.pt"
-    assert f"Resuming from {newest}\n" in (tmp_path / "1.log").read_text()
-    check_that_nothing_is_lost(tmp_path, stopped, undisturbed)
-
-
-def test_stopped_in_a_validation(undisturbed, tmp_path):
-    """It may take longer than is left: it is left, and made when the run goes on."""
-    stopped = stop(
-        tmp_path, RANKS, [*RUN, "--workers=0", "--save-steps=4"], signal.SIGTERM, 1, 8
-    )
+    arguments = [*RUN, "--workers=0", "--save-steps=4"]
+    stopped = stop(tmp_path, RANKS, arguments, signal.SIGTERM, 1, 8)
     assert stopped.name == "epoch-001-step-000008.pt"
-    assert not IMAGENET_EPOCH_LINE.search((tmp_path / "0.log").read_text())
+    text = (tmp_path / "1.log").read_text()
+    assert f"Resuming from {newest}\n" in text and not IMAGENET_EPOCH_LINE.search(text)
     check_that_nothing_is_lost(tmp_path, stopped, undisturbed)
 
 
@@ -391,7 +383,7 @@ def test_evaluation_does_not_depend_on_the_ranks(undisturbed, tmp_path):
     assert WEIGHTS_LINE.findall(again) == WEIGHTS_LINE.findall(right)
 
 
-PLAIN = ["--epochs=3", "--learning-rate=3"]
+PLAIN = ["--epochs=3", "--learning-rate=3", "--seed=5"]
 
 
 def train_in_plain_code() -> dict[str, torch.Tensor]:
@@ -402,7 +394,7 @@ def train_in_plain_code() -> dict[str, torch.Tensor]:
     """
     args = options(*PLAIN)
     train_set, _ = data.load_data(args)
-    torch.manual_seed(0)
+    torch.manual_seed(5)
     model = main.build_model(args, 10)
     weight, bias = model.parameters()
     groups = [{"params": [weight], "weight_decay": 2**-15}, {"params": [bias]}]
@@ -412,7 +404,7 @@ def train_in_plain_code() -> dict[str, torch.Tensor]:
         optimizer, rate, total_steps=3 * 16, pct_start=8 / 90, cycle_momentum=False
     )
     for epoch in (1, 2, 3):
-        order = np.random.default_rng((0, epoch)).permutation(67).tolist()
+        order = np.random.default_rng((5, epoch)).permutation(67).tolist()
         for start in range(0, 64, 4):
             samples = (train_set[epoch, index] for index in order[start : start + 4])
             images, labels = zip(*samples, strict=True)
@@ -554,7 +546,7 @@ def test_workers_start_before_the_process_group(tmp_path):
 def test_workers(tmp_path):
     """They stay from epoch to epoch, and signals do not end them.
 
-    A killed one is named, and ends its rank, and so the other one, which needs it.
+    What ends a worker ends the training: see test_data_loader_worker, of the faults.
     """
     with Training(tmp_path, 2, *ENDLESS) as training:
         training.wait_for(lambda: "\nWorld size " in training.text())
@@ -566,14 +558,6 @@ def test_workers(tmp_path):
                 os.kill(worker, number)
         training.wait_for(lambda: "\nEpoch 6: " in training.text())
         assert training.children() >= workers
-        killed = min(workers)
-        os.kill(killed, signal.SIGKILL)
-        assert training.join() == [1, 1], training.text()
-        training.wait_for(lambda: not still_running(workers))
-    # If it was just sending a batch, PyTorch may not know yet that it has ended.
-    said = rf"RuntimeError: DataLoader worker \(pid.* {killed}\) "
-    said += "|ConnectionResetError|EOFError"
-    assert re.search(said, training.text()), training.text()
 
 
 # What is shown
@@ -633,62 +617,26 @@ class Keys:
         return key
 
 
-def draw(world_size: int, epoch: int = 1, seed: int = 0) -> list[set[int]]:
-    """Return the numbers in each global batch of 15, in ranks that never meet."""
-    run = SimpleNamespace(global_batch_size=15, epoch=epoch, step=0)
-    args = SimpleNamespace(seed=seed, epochs=epoch, batch_size=4)
-    loader = data.build_loader(Keys(103), Keys(50), 0)
-    batches = collections.defaultdict(set)
-    validated = []
-    for rank in range(world_size):
-        dist.init_process_group(
-            "fake", store=FakeStore(), rank=rank, world_size=world_size
-        )
-        listed = data.list_batches(loader.dataset, run, args)
-        for batch, (numbers, share) in enumerate(
-            data.load_batches(loader, listed, CPU)
-        ):
-            if batch < 6:
-                assert set(numbers.tolist()) == {epoch}
-                assert len(share) in (15 // world_size, math.ceil(15 / world_size))
-                batches[batch].update(share.tolist())
-            else:  # Those to validate have one size: --compile compiles for each.
-                assert set(numbers.tolist()) == {0} and len(share) == 4
-                validated += [index for index in share.tolist() if index >= 0]
-        dist.destroy_process_group()
-    assert sorted(validated) == list(range(50))
-    return list(batches.values())
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_ranks_share_every_global_batch(world_size):
-    """An epoch's whole batches are there once, the same on any number of ranks.
-
-    Every epoch and seed has an order of its own.
-    """
-    batches = draw(world_size)
-    assert [len(numbers) for numbers in batches] == 6 * [15]
-    assert len(set.union(*batches)) == 90
-    assert draw(1) == batches
-    assert batches not in (draw(1, epoch=2), draw(1, seed=1))
-
-
 def test_workers_load_ahead():
-    """Also at an epoch's end: what validates it comes next, then the next epoch."""
+    """Also at an epoch's end: what validates it comes next, then the next epoch.
+
+    Batches to validate have one size, because --compile compiles for each.
+    """
     run = SimpleNamespace(global_batch_size=15, epoch=1, step=0)
     args = SimpleNamespace(seed=0, epochs=2, batch_size=4)
-    loader = data.build_loader(Keys(31), Keys(8), 1)
+    loader = data.build_loader(Keys(31), Keys(7), 1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    asked = []
+    asked, sizes = [], []
 
     def ask():
         for batch in data.list_batches(loader.dataset, run, args):
             asked.append(batch)
             yield batch
 
-    for got, _ in enumerate(data.load_batches(loader, ask(), CPU), 1):
-        assert len(asked) >= min(got + 1, 8), (got, asked)
-    assert got == len(asked) == 8
+    for _, share in data.load_batches(loader, ask(), CPU):
+        sizes.append(len(share))
+        assert len(asked) >= min(len(sizes) + 1, 8), asked
+    assert sizes == 2 * [15, 15, 4, 4] and len(asked) == 8
     dist.destroy_process_group()
 
 

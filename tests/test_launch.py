@@ -27,8 +27,6 @@ SYNTHETIC += ["--model=dummy", "--image-size=32", "--workers=1"]
 
 def trained(result, folder: str, world_size: int) -> None:
     """Assert that a training was whole."""
-    # Without the task numbers that `srun -l` puts before each line.
-    result.output = re.sub(r"^\d+: ", "", result.output, flags=re.MULTILINE)
     if folder == "imagenet":
         assert result.exit_code == 0 and "Weights SHA-256" in result.output, result
         assert f"World size {world_size}: " in result.output, result

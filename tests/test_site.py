@@ -108,14 +108,6 @@ def test_first_aid_begins_with_its_contents(site):
     assert len(re.findall("<li>", contents)) == len(sections) > 10
 
 
-def test_the_index_leads_to_the_entry_of_a_message(site):
-    links = [link for link in site["docs/first_aid.html"].links if "#message-" in link]
-    assert len(links) > 120
-    for link in links:
-        path, anchor = link.split("#")
-        assert anchor in site[f"docs/{path}"].ids, link
-
-
 def test_the_box_on_first_aid_knows_what_explain_knows(site):
     """Without node, its data is checked, but its script does not run."""
     static = site["docs/first_aid.html"].path.parent.parent / "_static"

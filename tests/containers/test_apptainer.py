@@ -171,7 +171,6 @@ def started(jobs) -> dict[str, str]:
 )
 def test_cifar10(jobs, started, script, ranks):
     result = jobs.wait(started[script])
-    result.output = re.sub(r"^\d: ", "", result.output, flags=re.MULTILINE)
     result.trained(ranks, batch_size=4)
     assert result.find(r"^Python 3\.\d+\.\d+$"), result
 

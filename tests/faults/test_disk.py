@@ -109,6 +109,7 @@ def test_checkpoint_folder(user, tmp_path, what):
         assert len(errors(result)) == 2, result
         assert all(re.match(said, error) for error in errors(result)), result
         assert first.name in left, result
+        assert result.find(r"no new checkpoint in .*: not started again$"), result
     else:
         # It starts again from the beginning.
         assert (result.state, result.restarts) == ("COMPLETED", 1), result

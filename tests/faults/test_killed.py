@@ -101,18 +101,3 @@ def test_rank_sleeps_for_ever(user, same_end, rank):
     assert result.find(other), result
     stack = r"^  File .*main.py\", line \d+ in train$"
     assert result.find(stack), result
-
-
-def test_killed_without_progress(user):
-    """A start that brings no new checkpoint is the last one."""
-    # Many steps, to be killed before the end of an epoch.
-    job = user.train(*EPOCHS, "--batch-size=2", "--save-steps=4")
-    user.until_file(job, "*-step-000004.pt")
-    assert user.kill("node2", "main.py") == 0
-    user.until(job, "^Resuming from .*-step-")
-    assert user.kill("node2", "main.py") == 0
-    result = user.wait(job)
-    assert result.state == "FAILED", result
-    assert result.restarts == 1
-    (error,) = result.find("^job.sh: error: .*")
-    assert re.search(r"no new checkpoint in .*: not started again", error), result

@@ -52,8 +52,6 @@ def test_a_good_allocation(jobs, tmp_path, launcher):
     flags = [*TWO, "--gpus-per-node=1", tmp_path / "job.sh"]
     result = jobs.sbatch("multi_node", *flags, CIFAR10_ARCHIVE="", **CORES)
     assert (result.exit_code, result.state) == (0, "COMPLETED"), result
-    # srun -l, of job_torchrun.sh, begins each line with the number of the node.
-    result.output = re.sub(r"^\d: ", "", result.output, flags=re.MULTILINE)
     assert "\nproblems: 0\n" in result.output, result
     assert lines(result, "problem") == [], result
     assert lines(result, "warning") == [NO_GPU], result

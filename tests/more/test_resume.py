@@ -1,13 +1,13 @@
 """What imagenet/resume.py does for anyone's script: it ends as if it was never stopped.
 
 Each shape of a script runs undisturbed, and again, stopped after every five turns.
+test_shapes, of test_your_training.py, has more of them.
 """
 
 import contextlib
 import functools
 import hashlib
 import io
-import itertools
 import multiprocessing
 import os
 import random
@@ -145,34 +145,6 @@ def two_models_in_two_loops():
     return one, other
 
 
-def hidden_state():
-    model, optimizer = build()
-    run = resume.Run(model=model, optimizer=optimizer, hidden=None, seen=[])
-    for _ in run.loop(range(3)):
-        run.hidden = torch.full((8, 4), float(dist.get_rank())), 0
-        for inputs in run.loop(load()):
-            state, turn = run.hidden
-            take_step(model, optimizer, inputs + state)
-            run.hidden = 0.5 * state + inputs, turn + 1
-            run.seen.append(turn)
-    assert run.seen == [*range(8)] * 3
-    return model, *run.hidden[:1]
-
-
-def accumulation_and_ema():
-    model, optimizer = build()
-    ema = torch.optim.swa_utils.AveragedModel(model.module)
-    run = resume.Run(model=model, optimizer=optimizer, ema=ema)
-    for _ in run.loop(range(3)):
-        for turn, inputs in enumerate(run.loop(load(), group=4)):
-            model(inputs).square().mean().backward()
-            if turn % 4 == 3:
-                optimizer.step()
-                optimizer.zero_grad()
-                ema.update_parameters(model.module)
-    return model, ema
-
-
 def streams():
     """A data set without a length, and a generator: what is done is read again."""
     model, optimizer = build()
@@ -212,19 +184,6 @@ def batches():
     one, other = (resume.tell_all(order, source) for source in (0, 1))
     assert len(one) == 128 and one != other, "both ranks draw the same samples"
     return model, queue, torch.tensor(seen["sum"])
-
-
-def rollouts():
-    model, optimizer = build()
-    run = resume.Run(model=model, optimizer=optimizer, seen=torch.zeros(8, 4))
-    for turn in run.loop(itertools.count()):
-        for _ in run.loop(range(4)):
-            run.seen = run.seen * 0.9 + torch.randn(8, 4)
-        for inputs in run.loop(DataLoader(run.seen, 4, shuffle=True)):
-            take_step(model, optimizer, inputs)
-        if turn == 3:
-            break
-    return model, run.seen
 
 
 def steps_with_a_validation():
@@ -271,11 +230,8 @@ SHAPES = [
     workers,
     validation_first,
     two_models_in_two_loops,
-    hidden_state,
-    accumulation_and_ema,
     streams,
     batches,
-    rollouts,
     steps_with_a_validation,
 ]
 
@@ -393,10 +349,6 @@ def test_names_of_weights(tmp_path):
     assert found == [["weight", "bias"]]
 
 
-def other_settings() -> str:
-    return refused(resume.Run, None, {"rate": 0.1})
-
-
 def other_loops() -> str:
     (one, optimizer), (other, other_optimizer) = build(), build()
     run = resume.Run(one=one, optimizer=optimizer, other=other, another=other_optimizer)
@@ -422,7 +374,6 @@ def other_data() -> str:
     [
         (fewer_parts, "the checkpoint has other, which Run was not given this time"),
         (other_data, "that began with 128 samples cannot go on with 64, or"),
-        (other_settings, "is of another run, with rate None, not 0.1: go on as it"),
         (other_loops, "the loops are not those of the checkpoint: choose another"),
     ],
 )

@@ -182,28 +182,6 @@ def test_connections(tmp_path):
     assert 5 <= first < 12 and all(made < 5 for made in others), (first, others)
 
 
-def step_slowly(folder: Path) -> None:
-    watching = start_watch(folder, timeout=4)
-    for step in watching.batches(range(30)):
-        (folder / f"{step}").touch()
-        time.sleep(0.2)
-        dist.barrier()
-    watching.close()
-
-
-def test_suspended(tmp_path):
-    """A time in which Slurm had stopped all ranks is no hang, however long it was."""
-    with start_ranks(tmp_path, 2, step_slowly) as ranks:
-        while not (tmp_path / "3").exists():
-            assert ranks.processes[0].is_alive(), ranks.text()
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for process in ranks.processes:
-                os.kill(process.pid, number)
-            if number == signal.SIGSTOP:
-                time.sleep(6)  # the length of the suspension
-        assert (ranks.join(), ranks.text()) == ([0, 0], "")
-
-
 def work_slowly(folder: Path) -> None:
     """Do all that may take longer than the timeout, and is no hang."""
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -258,21 +236,6 @@ def test_no_gloo_group(tmp_path):
     assert "a rank that is stopped will not be named" in warning
     hanging = {rank: doing for rank, (doing, *_) in find_hanging(text).items()}
     assert hanging == {0: WORKING, 1: LOADING}, text
-
-
-def test_a_rank_stops_at_the_start(tmp_path):
-    """Before the first batch, too: the other one says so, shows its stacks and ends."""
-    arguments = [*WANDB.split()[1:], "--model=resnet50", "--timeout=3"]
-    with Training(tmp_path, 2, *arguments) as training:
-        training.wait_for(lambda: "\nWorld size 2" in training.text())
-        os.kill(training.processes[1].pid, signal.SIGSTOP)
-        training.processes[0].join(60)
-        assert training.processes[0].exitcode == 1, training.text()
-    (line,) = re.findall("^error: .*", training.text(), re.MULTILINE)
-    said = (
-        f"error: rank 0 on {HOST} has not moved for 18 s: it has not begun to train: "
-    )
-    assert line.startswith(said) and " in main\n" in training.text(), training.text()
 
 
 def test_stopped_before_the_first_step(tmp_path):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawn_imagenet import tar_bytes
+from drawn_imagenet import encode, tar_bytes
 from PIL import Image
 from slurm_jobs import REPOSITORY, TWO, call, every_case, listing
 
@@ -82,10 +82,8 @@ data_settings = {{}}
 
 
 def draw(suffix="jpg", mode="RGB", **options) -> bytes:
-    file = io.BytesIO()
     image = Image.effect_noise((48, 40), 60).convert(mode)
-    image.save(file, Image.registered_extensions()[f".{suffix}"], **options)
-    return file.getvalue()
+    return encode(image, Image.registered_extensions()[f".{suffix}"], **options)
 
 
 def draw_folders(folder: Path) -> list[str]:
@@ -290,8 +288,7 @@ def test_kinds_of_images(monkeypatch):
     shape.paste("black", (0, 0, 24, 40))
     for image in (shape, shape.convert("LA"), shape.quantize(8)):
         assert to_rgb(image)[:, 0].T.tolist() == [[0] * 3] * 24 + [[255] * 3] * 24
-    grey_shape = io.BytesIO()
-    Image.new("L", (8, 8)).save(grey_shape, "PNG", transparency=0)
+    grey_shape = io.BytesIO(encode(Image.new("L", (8, 8)), "PNG", transparency=0))
     assert to_rgb(Image.open(grey_shape)).unique().tolist() == [255]
     with pytest.raises(ValueError, match="floats"):
         to_rgb(Image.fromarray(grey.astype(np.float32)))
