@@ -539,9 +539,11 @@ def test_weights_that_are_not_finite(tmp_path, rank0):
         run.model.weight.data[0, 17] = float("nan")
         run.step = 2
         line = refused(run.save)
-    (newest,) = files((1, 2))
-    said = f"cannot write {tmp_path}/{newest}: the weights of model are not finite"
-    assert line == said
+        (newest,) = files((1, 2))
+        said = f"cannot write {tmp_path}/{newest}: the weights of model are not finite"
+        assert line == said
+        line = refused(run.write, "best.pt", {"model": run.model.state_dict()})
+        assert line == f"cannot write {tmp_path}/best.pt: NaN in the weights"
     assert names(tmp_path) == files((1, 1))
 
 

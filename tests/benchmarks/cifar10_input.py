@@ -31,6 +31,15 @@ from torchvision.datasets import CIFAR10, cifar
 AUGMENT = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
 
 
+def cifar10_parser(doc: str, rounds: int) -> argparse.ArgumentParser:
+    # Images in a turn, and in a step.
+    parser = argument_parser(doc, rounds, samples=45000, batch_size=256)
+    parser.add_argument(
+        "--data-dir", help="has cifar-10-batches-py; without it, made-up images"
+    )
+    return parser
+
+
 class FreeNetwork(nn.Module):
     """A network that costs nothing: the same logits for every image."""
 
@@ -43,12 +52,7 @@ class FreeNetwork(nn.Module):
 
 
 def main() -> None:
-    # Images in a turn, and in a step.
-    parser = argument_parser(__doc__, rounds=5, samples=45000, batch_size=256)
-    parser.add_argument(
-        "--data-dir", help="has cifar-10-batches-py; without it, made-up images"
-    )
-    args = parser.parse_args()
+    args = cifar10_parser(__doc__, rounds=5).parse_args()
     torch.set_num_threads(1)
     example = load_example("single_gpu")
     steps = args.samples // args.batch_size
@@ -86,14 +90,13 @@ def main() -> None:
     compare("CIFAR-10: batches for training", seconds, images_in_a_turn, "images/s")
 
 
-def usual_loader(folder, args: argparse.Namespace, augment: list) -> DataLoader:
+def usual_loader(folder, args: argparse.Namespace, augment: list, **options):
     """Return torchvision's data set behind two worker processes."""
     normalize = transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
     transform = transforms.Compose([*augment, transforms.ToTensor(), normalize])
     dataset = Subset(CIFAR10(folder, transform=transform), range(args.samples))
-    return DataLoader(
-        dataset, args.batch_size, shuffle=True, drop_last=True, num_workers=2
-    )
+    options |= {"shuffle": True, "drop_last": True, "num_workers": 2}
+    return DataLoader(dataset, args.batch_size, **options)
 
 
 def read(folder, samples: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,9 +2,9 @@
 
 The usual way is torchvision's ImageFolder, which hands out PIL images, and its v2
 transforms, which end in float32. imagenet's are bytes until main.py normalizes them, on
-its GPU. The limit is decoding alone. First in one process, then through worker
-processes, there also with the images that `prepare_data.py --resize 256` has made
-smaller.
+its GPU; a variant does that, too. The limit is decoding alone. First in one process,
+then through worker processes, there also with the images that
+`prepare_data.py --resize 256` has made smaller.
 """
 
 import argparse
@@ -58,14 +58,18 @@ def main() -> None:
         example.set_ranks()
         device = example.setup_distributed()
 
-        def shipped(dataset) -> None:
+        def one_by_one():
+            return (copied[1, i] for i in range(len(copied)))
+
+        def shipped(dataset, then=None) -> None:
             batches = list_epoch(dataset, args.batch_size)
-            go_through(example.load_batches(loaders[dataset], batches, device))
+            go_through(example.load_batches(loaders[dataset], batches, device), then)
 
         one = {
             "ImageFolder, v2 on PIL, float32": lambda: go_through(tree),
-            "imagenet/data.py": lambda: go_through(
-                copied[1, i] for i in range(len(copied))
+            "imagenet/data.py": lambda: go_through(one_by_one()),
+            "imagenet/data.py, normalized on this CPU": lambda: go_through(
+                one_by_one(), lambda image: example.normalize(image[None])
             ),
             "decoding alone": lambda: go_through(
                 (copied.images.read(i), None) for i in copied.chosen
@@ -74,14 +78,27 @@ def main() -> None:
         several = {
             "ImageFolder, v2 on PIL, float32": lambda: go_through(loader),
             "imagenet/data.py": lambda: shipped(copied),
+            "imagenet/data.py, normalized on this CPU": lambda: shipped(
+                copied, example.normalize
+            ),
             "imagenet/data.py, after --resize 256": lambda: shipped(small),
         }
         seconds = take_turns(one, args.rounds)
         compare("One process", seconds, len(copied), "images/s")
         seconds = take_turns(several, args.rounds)
+        epochs = 4 * list_epoch(copied, args.batch_size)
+        streams = {
+            "each in a loop of its own": lambda: [shipped(copied) for _ in range(4)],
+            "in one stream, as main.py does it": lambda: go_through(
+                example.load_batches(loaders[copied], epochs, device)
+            ),
+        }
+        in_streams = take_turns(streams, args.rounds)
     title = f"{args.workers} workers, batches of {args.batch_size}"
     images = len(copied) // args.batch_size * args.batch_size
     compare(title, seconds, images, "images/s", has_limit=False)
+    title = f"Four epochs of {images // args.batch_size} batches"
+    compare(title, in_streams, 4 * images, "images/s", has_limit=False)
     dist.destroy_process_group()
 
 
@@ -92,9 +109,10 @@ def list_epoch(dataset, batch_size: int) -> list[list[tuple[int, int]]]:
     return [[(1, i) for i in batch] for batch in order.reshape(steps, -1).tolist()]
 
 
-def go_through(samples) -> None:
-    for _ in samples:
-        pass
+def go_through(samples, then=None) -> None:
+    for images, _ in samples:
+        if then:
+            then(images)
 
 
 def stage(args: argparse.Namespace, scratch: Path, name: str, *flags: str) -> Path:

@@ -5,7 +5,7 @@
 #
 # CIFAR10_DIR has cifar-10-python.tar.gz or cifar-10-batches-py, IMAGENET_DIR the three archives (or is `-`); of the
 # whole ImageNet, OUT takes 450 GB. Steps, all of them if none is named (`reference` takes longest):
-# machine nccl sync accuracy reference input float16 requeue synthetic photographs
+# machine nccl sync accuracy reference rate step float16 requeue synthetic photographs
 # A step that fails is named at the end, and the next ones run.
 # PYTHON=python3 before it takes that Python, where there is no uv. PYTHONPATH=tests/any_checksum lets main.py take
 # images that are not byte for byte CIFAR-10's.
@@ -14,7 +14,7 @@ set -euo pipefail
 mkdir -p "$1"
 out=$(realpath "$1") cifar10=$(realpath "$2") imagenet=${3:--}
 shift $(($# > 3 ? 3 : $#))
-steps=${*:-machine nccl sync accuracy reference input float16 requeue synthetic photographs}
+steps=${*:-machine nccl sync accuracy reference rate step float16 requeue synthetic photographs}
 [ "$imagenet" = - ] || imagenet=$(realpath "$imagenet")
 PYTHONPATH=${PYTHONPATH:+$(realpath "$PYTHONPATH")}
 export PYTHONPATH
@@ -89,8 +89,12 @@ accuracy() {
 reference() { # a plain, long schedule on the same files: what accuracy is to be compared with
     run reference "${python[@]}" single_gpu/main.py --data-dir "$cifar10" --epochs 100
 }
-input() {
+rate() {
+    run rate "${python[@]}" tests/benchmarks/cifar10_training.py --data-dir "$cifar10"
     run input "${python[@]}" tests/benchmarks/cifar10_input.py --data-dir "$cifar10"
+}
+step() {
+    run step "${python[@]}" tests/benchmarks/training_step.py --ranks "$gpus" --steps 100 --batch-size 256
 }
 float16() { # as on a V100, beside what this GPU takes by itself
     run float16 "${python[@]}" -c "import sys, torch; sys.path.insert(0, 'single_gpu'); import main

@@ -130,7 +130,9 @@ def add_up(metrics, logits, labels, loss) -> None:
     metrics[2] += len(labels)
 
 
-def take_turns(variants: dict, rounds: int) -> dict[str, list[float]]:
+def take_turns(
+    variants: dict, rounds: int, prepare=lambda: None
+) -> dict[str, list[float]]:
     """Return the seconds that each variant took in every turn: A B A B.
 
     The first turn warms up, and is not counted, unless there is no other.
@@ -138,6 +140,7 @@ def take_turns(variants: dict, rounds: int) -> dict[str, list[float]]:
     seconds = {name: [] for name in variants}
     for _ in range(1 + rounds):
         for name, variant in variants.items():
+            prepare()
             start = time.perf_counter()
             variant()
             if torch.cuda.is_initialized():
@@ -149,20 +152,22 @@ def take_turns(variants: dict, rounds: int) -> dict[str, list[float]]:
 def compare(
     title: str,
     seconds: dict[str, list[float]],
-    count: int,
-    unit: str,
+    count: int = 0,
+    unit: str = "seconds",
     has_limit: bool = True,
 ) -> None:
     """Print medians, and how fast each variant is beside the usual way and the limit.
 
     The usual way is the first one, the limit the last one. A turn did `count` of
-    `unit`, which are printed per second.
+    `unit`, which are then printed per second.
     """
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     usual, *_, limit = medians.values()
     rows = []
     for name, values in seconds.items():
-        numbers = [count / n for n in (medians[name], min(values), max(values))]
+        numbers = [medians[name], min(values), max(values)]
+        if count:
+            numbers = [count / number for number in numbers]
         row = [f"{n:,.0f}" if n > 100 else f"{n:.4g}" for n in numbers]
         row.append(f"{usual / medians[name]:.2f}")
         if has_limit:
