@@ -19,6 +19,7 @@ stops after seven turns of the innermost loop, `python main.py` goes on.
 """
 
 import atexit
+import collections
 import contextlib
 import copy
 import fcntl
@@ -107,7 +108,7 @@ class Run:
         self._save_steps = save_steps
         self._stop_at = int(os.environ.get("STOP_AT") or 0)
         self._names, self._levels = [], [Level()]  # the first is around all loops
-        self._sums, self._sums_at_end, self._totals = [], None, []
+        self._sums, self._totals = [], []
         self._seed, self._place, self._own, self._lines = None, [], [], []
         self._weights, self._first_item, self._warnings = {}, None, set()
         self._load()
@@ -115,7 +116,7 @@ class Run:
         # The first meeting is after one turn: also a start that must stop at once gets
         # further.
         self._turns, self._since_meeting, self._meeting = 0, 0, 1
-        self._is_checked = False
+        self._is_checked, self._is_inside = False, False
         self.add(**parts)
 
     def __setattr__(self, name: str, value) -> None:
@@ -150,9 +151,11 @@ class Run:
             if level:  # else an earlier start has left this loop
                 self._levels.append(level)
                 rest = self._rest(items, level, group)
+                for sums in self._sums:
+                    if not sums.is_reduced():
+                        sums.before = None
                 self._draw("item")
                 for item in rest:
-                    self._sums_at_end = None
                     if isinstance(items, DataLoader):
                         self._note(item)
                     self._draw("turn")
@@ -164,7 +167,8 @@ class Run:
                 del self._levels[self._levels.index(level) :]
                 level = None
             if level is None:  # else the turn around it has ended before
-                self._sums_at_end = self._own_sums()  # the script may reduce them
+                for sums in self._sums:  # the script may reduce them
+                    sums.keep(len(self._levels))
                 self._draw("after")
 
     def pausable(self, batches: Iterable) -> Iterator:
@@ -198,7 +202,7 @@ class Run:
         What earlier starts have added, on all ranks, is in those of rank 0.
         """
         sums = torch.zeros(count, dtype=torch.float64, device=device)
-        self._sums.append((len(self._levels), sums))
+        self._sums.append(Sums(len(self._levels), sums))
         if self._place:
             self._fill_sums(len(self._sums) - 1)
         return sums
@@ -236,18 +240,23 @@ class Run:
                 return None
             if depth + 1 == len(self._place):
                 self._restore(self._names)
-                if self._sums_at_end is None:  # or the script may have reduced them
-                    self._fill_sums()  # again, because this turn may have added to them
+                self._fill_sums()  # again, because this turn may have added to them
                 self._saved, self._place = None, []
+                self._is_inside = level.done > 0
         return level
 
     def _end_turn(self, level, group: int) -> None:
         """Count a turn, and let the ranks meet if it is time to."""
         if self._place:
             fail("the loops are not those of the checkpoint: choose another folder")
+        if level not in self._levels:
+            fail("the turns of two loops alternate: write run.loop(zip(…))")
         depth = self._levels.index(level)
         del self._levels[depth + 1 :]  # of loops that were left by a break
-        self._sums = [sums for sums in self._sums if sums[0] <= depth]
+        self._sums = [sums for sums in self._sums if sums.depth <= depth]
+        for sums in self._sums:
+            if depth < sums.kept_at:
+                sums.before = None
         level.done += 1
         self._since_meeting += 1
         if level.is_innermost:
@@ -261,7 +270,10 @@ class Run:
         elif depth == 1:
             self.epoch, self.step = self.epoch + 1, 0
         level.is_innermost, level.places = True, 0
-        if level.done % group == 0 and self._since_meeting >= self._meeting:
+        # Not after the last batch: lines after the loop may need what a turn has made.
+        is_last = level.done == level.total and depth > 1
+        is_due = self._since_meeting >= self._meeting
+        if is_due and not is_last and level.done % group == 0:
             self._meet()
 
     def _rest(self, items, level, group: int) -> Iterable:
@@ -276,8 +288,17 @@ class Run:
                 turns -= turns % group
                 self.step += turns - level.done
                 level.done = turns
-            samples = length(items.dataset)
-            if reduce([level.done and level.samples != samples])[0]:
+            samples, level.total = length(items.dataset), length(items)
+            differ = level.done and level.samples != samples
+            numbers = [differ, level.total, -level.total]
+            differ, most, minus_least = reduce(numbers, dist.ReduceOp.MAX)
+            # In a validation, a rank may have fewer.
+            if most != -minus_least and level in self._levels:
+                fail(
+                    f"one rank has {most:.0f} batches, another {-minus_least:.0f}: "
+                    "give all as many, as with drop_last=True"
+                )
+            if differ:
                 fail(
                     f"an epoch that began with {level.samples} samples cannot go on "
                     f"with {samples}, or with others on another rank: take the same "
@@ -337,9 +358,7 @@ class Run:
         due = now - self._saved_at >= self._save_seconds  # both may be inf
         turns = self._since_meeting + batches
         speed = turns / (now - self._met_at + 1e-6) / world_size()
-        sums = self._own_sums()
-        if at_point and self._sums_at_end is not None:
-            sums = self._sums_at_end
+        sums = [number for sums in self._sums for number in sums.numbers()]
         stop, due, speed, *self._totals = reduce([len(warned), due, speed, *sums])
         self.on_meeting(self._totals if self._since_meeting else [], speed)
         if not self._is_checked:
@@ -371,6 +390,12 @@ class Run:
                     f"the checkpoint's {name} has trained {frozen[0]}, which is frozen "
                     "now: unfreeze by >= and not by ==, above the inner loop"
                 )
+            added = [key for key in trained if key not in weights]
+            if self._is_inside and is_model(part) and added:
+                say(
+                    f"warning: {name} trains {added[0]} now, and did not when it was "
+                    "saved: freeze by >= and not by ==, above the inner loop"
+                )
         first = self._first_item or 0
         least, minus_most = reduce([first, -first], dist.ReduceOp.MIN)
         if first and least == -minus_most:
@@ -389,15 +414,12 @@ class Run:
     def _fill_sums(self, first: int = 0) -> None:
         """Give sums, from the first on, what earlier starts have added, on rank 0."""
         left = iter(self._totals)
-        for place, (_, sums) in enumerate(self._sums):
-            done = list(itertools.islice(left, len(sums)))
-            if place >= first:
-                sums.zero_()
+        for place, sums in enumerate(self._sums):
+            done = list(itertools.islice(left, len(sums.tensor)))
+            if place >= first and not sums.is_reduced():
+                sums.tensor.zero_()
                 if rank() == 0 and done:
-                    sums += sums.new_tensor(done)
-
-    def _own_sums(self) -> list[float]:
-        return [number for _, sums in self._sums for number in sums.tolist()]
+                    sums.tensor += sums.tensor.new_tensor(done)
 
     # Checkpoints
 
@@ -409,7 +431,9 @@ class Run:
             if isinstance(part, SHARED):
                 continue
             try:
-                packed[name] = pack(part.state_dict() if is_object(part) else part)
+                packed[name] = pack(
+                    plain(part.state_dict() if is_object(part) else part)
+                )
                 unpack(packed[name])  # or the next start would fail
             except Exception as error:  # of several kinds
                 fail(
@@ -430,6 +454,9 @@ class Run:
         parts = {name: unwrap(getattr(self, name)) for name in self._names}
         about["_weights"] = {name: weights_of(part) for name, part in parts.items()}
         state = {name: p.state_dict() for name, p in parts.items() if name not in own}
+        for name, part in parts.items():
+            if name in state and not is_model(part):
+                state[name] = plain(state[name])
         return state | {"resume": about}
 
     def _save(self, at_point: bool) -> None:
@@ -472,7 +499,7 @@ class Run:
         if reduce([not os.path.exists(path)])[0]:
             fail(f"not every node has {path}: move it to a shared disk")
         self._saved = read(path)
-        if "resume" not in self._saved:
+        if not set(KEPT) <= set(self._saved.get("resume", ())):
             fail(f"{path} is not of this resume.py: choose another folder")
         about = self._saved["resume"]
         saved, mine = about["settings"], self.settings
@@ -545,12 +572,32 @@ class Run:
                 return
         if isinstance(part, list) and isinstance(state, list):
             part[:] = state
-        elif isinstance(part, dict) and isinstance(state, dict):
-            state = dict(state)
+        elif isinstance(part, (dict, set)) and isinstance(state, (dict, set)):
+            state = state.copy()
             part.clear()
             part.update(state)
         else:
             setattr(self, name, state)
+
+
+class Sums:
+    """Sums of a turn. Lines after a loop may reduce them, and each start runs those."""
+
+    before, kept_at = None, 0
+
+    def __init__(self, depth: int, tensor: Tensor):
+        self.depth, self.tensor = depth, tensor
+
+    def keep(self, depth: int) -> None:
+        """Keep the sums as they are, until the turn of this depth ends."""
+        if self.before is None:
+            self.before, self.kept_at = self.tensor.tolist(), depth
+
+    def is_reduced(self) -> bool:
+        return self.before is not None and self.before != self.tensor.tolist()
+
+    def numbers(self) -> list[float]:
+        return self.tensor.tolist() if self.before is None else self.before
 
 
 class Level:
@@ -558,6 +605,7 @@ class Level:
 
     # Of its present turn. A place is a loop, a validation or a save.
     places, is_innermost = 0, True
+    total = None  # turns, if known: those of a DataLoader
 
     def __init__(self, number: int = 0):
         self.number, self.done, self.samples = number, 0, 0
@@ -583,12 +631,39 @@ def load_rest(
         rest = copy.copy(loader)
         # An iterator of persistent workers keeps the object that tells the batches.
         data = Seeded(loader.dataset, generators)
-        vars(rest).update(dataset=data, batch_sampler=[], _iterator=None)
+        vars(rest).update(dataset=data, batch_sampler=Rest(), _iterator=None)
         if loader.persistent_workers:
             vars(loader)["_rest"] = rest
-    left = list(loader.batch_sampler)[done:]
-    rest.batch_sampler[:] = [[(order, index) for index in batch] for batch in left]
+    batches = iter(loader.batch_sampler)
+    vars(rest.batch_sampler).update(
+        batches=batches, done=done, order=order, generators=generators
+    )
     return rest
+
+
+class Rest:
+    """The batches that are left, as keys: the order, the index, its how manieth time.
+
+    Batches are asked for one by one, because a sampler may have no end.
+    """
+
+    def __iter__(self) -> Iterator[list[tuple]]:
+        times = collections.Counter()
+        for number in itertools.count():
+            # What a sampler draws follows from the number of the batch.
+            order = make_seed(self.order, number) if number else self.order
+            seed(order, self.generators)
+            batch = next(self.batches, None)
+            if batch is None:
+                return
+            keys = []
+            for index in batch:
+                again = times[str(index)]  # a sampler may choose some more than once
+                times[str(index)] += 1
+                key = (self.order, index)
+                keys.append((*key, again) if again else key)
+            if number >= self.done:
+                yield keys
 
 
 class Seeded:
@@ -597,10 +672,13 @@ class Seeded:
     data = None  # or __getattr__ would call itself while a worker unpickles this
 
     def __init__(self, data, generators: list):
-        self.data, self.generators = data, generators
+        vars(self).update(data=data, generators=generators)
 
     def __getattr__(self, name: str):
         return getattr(self.data, name)
+
+    def __setattr__(self, name: str, value) -> None:
+        setattr(self.data, name, value)  # as a worker_init_fn does
 
     def __getitem__(self, key: tuple):
         seed(make_seed(*key), self.generators)
@@ -614,7 +692,7 @@ class Seeded:
 
     def _read_batch(self, read: Callable, keys: list[tuple]):
         seed(make_seed(*keys), self.generators)
-        return read([index for _, index in keys])
+        return read([key[1] for key in keys])
 
 
 def make_seed(*values) -> int:
@@ -811,6 +889,21 @@ def weights_of(part) -> list:
     return [type(part).__name__, *shapes]
 
 
+def plain(value):
+    """Return a value with numbers in place of NumPy's, which no start could read."""
+    if isinstance(value, dict):
+        value = value.copy()
+        for key, part in value.items():
+            value[key] = plain(part)
+        return value
+    if isinstance(value, list):
+        return list(map(plain, value))
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy and isinstance(value, numpy.generic) else value
+
+
 def pack(value) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
@@ -838,14 +931,16 @@ def write(path: Path, content) -> None:
             # The name must not reach the disk before the content.
             os.fsync(file.fileno())
         partial.rename(path)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # of several kinds
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)  # this makes room on a full disk
         # torch.save raises an error of its own. What the disk has said is deeper.
         reason = error
         while reason.__context__ and not isinstance(reason, OSError):
             reason = reason.__context__
-        raise reason from None
+        if isinstance(reason, OSError):
+            raise reason from None
+        raise RunError(f"cannot write {path}: {error!r}") from None
 
 
 def has_nan(content) -> bool:

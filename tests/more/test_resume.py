@@ -9,8 +9,10 @@ import functools
 import hashlib
 import io
 import multiprocessing
+import operator
 import os
 import random
+import re
 import signal
 
 import numpy as np
@@ -26,7 +28,9 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     WeightedRandomSampler,
+    get_worker_info,
     random_split,
 )
 
@@ -226,7 +230,54 @@ def validation_first():
     return model, torch.tensor(run.losses)
 
 
+class Endless(Sampler):
+    """Chooses some samples more than once."""
+
+    def __iter__(self):
+        while True:
+            yield from torch.randint(8, (8,)).tolist()
+
+
+class Opened(Crops):
+    file = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert self.file == "open"
+        return super().__getitem__(index)
+
+
+def open_file(worker: int) -> None:
+    get_worker_info().dataset.file = "open"
+
+
+def habits():
+    """NumPy's numbers, what a last turn has made, sums that are reduced early."""
+    model, optimizer = build()
+    optimizer.param_groups[0]["lr"] *= np.sqrt(dist.get_world_size())
+    seen, losses = set(), []
+    run = resume.Run(model=model, optimizer=optimizer, seen=seen, losses=losses)
+    endless = DataLoader(
+        Opened(8), 8, sampler=Endless(), num_workers=1, worker_init_fn=open_file
+    )
+    for _ in run.loop(range(4)):
+        metrics = run.sums(2)
+        for inputs in run.loop(endless):
+            assert len(inputs.unique(dim=0)) == 8, "two samples have drawn alike"
+            loss = take_step(model, optimizer, inputs)
+            metrics += torch.stack((loss, torch.ones(())))
+            seen.add(len(seen))
+            if len(seen) % 6 == 0:
+                break
+        dist.all_reduce(metrics)
+        metrics[0] /= metrics[1]
+        for inputs in run.loop(load()):
+            loss = take_step(model, optimizer, inputs)
+        losses += [metrics[0].item(), np.float64(loss)]
+    return model, torch.tensor(losses), torch.tensor(sorted(seen))
+
+
 SHAPES = [
+    habits,
     workers,
     validation_first,
     two_models_in_two_loops,
@@ -314,12 +365,19 @@ def read(kind: str) -> str:
         "shares": load(),
         "all": DataLoader(Crops(16), 8, shuffle=True),
         "the same": DataLoader([torch.ones(4)] * 16, 8),
+        "uneven": DataLoader([torch.ones(4)] * 8 * (1 + dist.get_rank()), 8),
     }
     loader, (model, optimizer) = loaders[kind], build()
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        run = resume.Run(model=model, optimizer=optimizer)
-        for inputs in run.loop(loader):
-            take_step(model, optimizer, inputs)
+    run = resume.Run(model=model, optimizer=optimizer)
+    return printed_in(
+        lambda: [take_step(model, optimizer, i) for i in run.loop(loader)]
+    )
+
+
+def printed_in(work) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        work()
     return printed.getvalue()
 
 
@@ -327,6 +385,7 @@ def read(kind: str) -> str:
     "kind, said",
     [
         ("shares", ""),
+        ("uneven", "error: one rank has 2 batches, another 1: give all as many"),
         ("all", "warning: each rank reads all 16 samples: give the loader a Distr"),
         ("the same", "warning: all ranks have read the same first batch: give the"),
     ],
@@ -334,7 +393,34 @@ def read(kind: str) -> str:
 def test_ranks_that_read_the_same(kind, said, tmp_path):
     work = functools.partial(read, kind)
     printed, _ = run_ranks(2, fail_in, tmp_path, work)
-    assert printed.startswith(said) and printed.count("\n") == int(said != "")
+    assert said in printed and printed.count("\n") == int(said != "")
+
+
+def freeze(when, stop_at: int) -> str:
+    """Return what a training prints that freezes a layer in its second epoch."""
+    os.environ["STOP_AT"] = str(stop_at)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    run = resume.Run(model=model, optimizer=optimizer)
+
+    def train() -> None:
+        for epoch in run.loop(range(3)):
+            if when(epoch, 1):
+                model[0].requires_grad_(False)
+            for inputs in run.loop(load()):
+                take_step(model, optimizer, inputs)
+
+    return printed_in(train)
+
+
+@pytest.mark.parametrize("when, warnings", [(operator.ge, 0), (operator.eq, 1)])
+def test_a_layer_that_is_frozen_later(when, warnings, tmp_path):
+    """A start that does not freeze it again trains it: a line says so."""
+    run_ranks(1, fail_in, tmp_path, functools.partial(freeze, when, 40))
+    (printed,) = run_ranks(1, fail_in, tmp_path, functools.partial(freeze, when, 0))
+    assert (
+        len(re.findall("warning: model trains 0.* now, and did ", printed)) == warnings
+    )
 
 
 def write_a_compiled_model(folder) -> list[str]:
