@@ -182,6 +182,28 @@ def test_connections(tmp_path):
     assert 5 <= first < 12 and all(made < 5 for made in others), (first, others)
 
 
+def step_slowly(folder: Path) -> None:
+    watching = start_watch(folder, timeout=4)
+    for step in watching.batches(range(30)):
+        (folder / f"{step}").touch()
+        time.sleep(0.2)
+        dist.barrier()
+    watching.close()
+
+
+def test_suspended(tmp_path):
+    """A time in which Slurm had stopped all ranks is no hang, however long it was."""
+    with start_ranks(tmp_path, 2, step_slowly) as ranks:
+        while not (tmp_path / "3").exists():
+            assert ranks.processes[0].is_alive(), ranks.text()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in ranks.processes:
+                os.kill(process.pid, number)
+            if number == signal.SIGSTOP:
+                time.sleep(6)  # the length of the suspension
+        assert (ranks.join(), ranks.text()) == ([0, 0], "")
+
+
 def work_slowly(folder: Path) -> None:
     """Do all that may take longer than the timeout, and is no hang."""
     from tensorboard.summary.writer.record_writer import RecordWriter
