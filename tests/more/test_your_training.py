@@ -15,7 +15,7 @@ import pytest
 import torch
 from fork_ranks import Ranks
 from shapes import HEAD, SHAPES
-from slurm_jobs import REPOSITORY, Jobs, Result, listing
+from slurm_jobs import REPOSITORY, WHAT_NOW, Jobs, Result, listing
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler, TensorDataset
@@ -358,7 +358,8 @@ def test_what_comes_back(jobs, tmp_path):
     jobs.run(f"{grace}0".split())
 
     array = submit("killed", *ONE, "--array=1-2")
-    fails = [submit(happens, *ONE) for happens in ("fails", "full")]
+    clone = {"PYTORCH_ON_SLURM": str(jobs.clone)}
+    fails = [submit(happens, *ONE, **clone) for happens in ("fails", "full")]
     cancelled = submit("warned", *ONE)
     requeued = submit("warned", *ONE)
     limited = submit("warned", *TWO, "--signal=B:USR1@175", "--time=10")
@@ -414,7 +415,11 @@ def test_what_comes_back(jobs, tmp_path):
         r"^job.sh: error: status \d+, no new checkpoint in .*: not started again$"
     )
     for job in fails:
-        assert ended(job, "FAILED", 1).find(not_again)
+        result = ended(job, "FAILED", 1)
+        assert result.find(not_again)
+        (command,) = result.find(WHAT_NOW)
+        told = jobs.run(["bash", "-c", command], "/").output
+        assert "This start has saved nothing new" in told, told
     line = r"^job.sh: error: node\d cannot unpack DATA_ARCHIVE=/nowhere.tar$"
     assert ended(nothing, "FAILED", 0).find(line)
     ended(whole, "COMPLETED", 0)
