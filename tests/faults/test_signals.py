@@ -226,7 +226,7 @@ def test_warned(user, same_end, moment):
         assert result.restarts == 0
         (command,) = result.find(WHAT_NOW)
         told = user.run(["bash", "-c", command], "/")
-        assert "The warning came before this start" in told.output, told
+        assert "This start has saved nothing new" in told.output, told
         return
     if moment == "save":
         rank = user.stop_in_a_save(job)

@@ -16,13 +16,13 @@ def requests_of_a_job(user, ranks: int) -> dict[str, int]:
     Nobody else asks meanwhile: this waits for the log and the processes.
     """
     assert user.run(["sdiag", "--reset"]).exit_code == 0
-    flags = [*TWO, "--nodelist=node[1-2]", f"--ntasks-per-node={ranks // 2}"]
-    job = user.train("--epochs=1", flags=flags)
-    has_ended = "^Weights SHA-256 "
+    each = [f"--{name}-per-node={ranks // 2}" for name in ("ntasks", "gpus")]
+    job = user.train("--epochs=1", flags=[*TWO, *each])
+    has_ended = "^Weights SHA-256 |^job.sh: error: "
 
     def over() -> bool:
         ended = re.search(has_ended, user.log(job), re.MULTILINE)
-        return ended and not any(map(user.cluster.processes, ("node1", "node2")))
+        return ended and not any(map(user.cluster.processes, user.cluster.nodes))
 
     user.until_found(job, over, has_ended, 200, 0.01)
     text = user.run(["sdiag"]).output
