@@ -56,7 +56,7 @@ RELEASES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
 PROCTRACK = ["linuxproc", "cgroup"]
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2 procps git".split()
 PACKAGES += "g++ openssl python3".split()  # torch.compile calls the first two
-COMMANDS = "sacct salloc sbatch scancel scontrol sinfo squeue srun".split()
+COMMANDS = "sacct salloc sbatch scancel scontrol sdiag sinfo squeue srun".split()
 
 SLURM_CONF = """\
 ClusterName=cluster
