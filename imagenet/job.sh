@@ -33,7 +33,7 @@ prepare=()
 
 main() {
     # With safe_sbatch, a job runs a commit. Relative paths of checkpoints start in JOB_WORK_DIR.
-    export GIT_COMMIT=${SLURM_GIT_COMMIT:-} JOB_WORK_DIR=$PWD
+    export GIT_COMMIT=${SLURM_GIT_COMMIT:-} JOB_WORK_DIR=$PWD clone=${PWD%/*}
     check_job
     forget_other_jobs
     ask_slurm
@@ -46,12 +46,7 @@ main() {
         "requeued $SLURM_RESTART_COUNT times"
     # Ignore ~/.local, which a Python without an environment would use first.
     export PYTHONNOUSERSITE=1
-    disk=${SCRATCH:-$PWD}
-    # Some clusters have a $SCRATCH for each job, and remove it then.
-    [[ ! /$disk/ =~ [^0-9]${SLURM_JOB_ID}[^0-9] ]] || disk=$PWD
-    # Others have one for several users.
-    [ ! -e "$disk/checkpoints" ] || [ -O "$disk/checkpoints" ] || disk+=/$SLURM_JOB_USER
-    make_run_dir "$disk/checkpoints/$this_job"
+    make_run_dir "$PWD/checkpoints/$this_job"
     # The data goes to a folder of this job's own on the node's disk, removed at the end. If Slurm
     # gives no time for that, this job's next start does it. mktemp draws a name that nobody else
     # can foresee.
@@ -87,9 +82,7 @@ main() {
     MASTER_ADDR=$(srun bash -c '((SLURM_PROCID)) || echo "rank 0 is on $SLURMD_NODENAME"' |
         sed -n 's/.*rank 0 is on //p')
     export MASTER_ADDR=${MASTER_ADDR:?srun does not answer}$master_suffix
-    # Another one after each requeue, because the last one may still be taken.
-    port=$((10000 + (SLURM_JOB_ID + 97 * SLURM_RESTART_COUNT) % 20000))
-    export MASTER_PORT=${MASTER_PORT:-$port}
+    export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
     # If ranks cannot meet, export both as INFO to see more.
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
@@ -126,15 +119,6 @@ stage() {
 use_commit() {
     script=$(git show "$GIT_COMMIT:./code_checkpointing.sh") || fail "no commit $GIT_COMMIT in $PWD"
     eval "$script"
-}
-remove_data() {
-    # A controller that has just come back takes some seconds to find its nodes: try three times.
-    # The time limit may be near.
-    for _ in 1 2 3; do
-        timeout 20 "${on_each_node[@]}" --overlap --immediate=10 rm -rf "$LOCAL_JOB_DIR" && return
-        # Where a node is missing, this one removes its own.
-        timeout 20 rm -rf "$LOCAL_JOB_DIR"
-    done
 }
 
 # What main.py saves goes to RUN_DIR. A job has the same one when it starts again. To go on with
@@ -199,7 +183,9 @@ finish() {
     new=$(echo "$found" | grep -avxFf "$RUN_DIR/seen")
     # The next lines need Slurm's controller.
     [ "${ended_by_slurm:-}" ] || ask_slurm
-    remove_data
+    # The time limit may be near. Where a node is missing, this one removes its own.
+    timeout 60 "${on_each_node[@]}" --overlap --immediate=30 rm -rf "$LOCAL_JOB_DIR" ||
+        timeout 20 rm -rf "$LOCAL_JOB_DIR"
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
         scontrol update JobId="$this_job" Requeue=0
@@ -208,17 +194,20 @@ finish() {
     # Then Slurm decides whether it comes back. A requeue would bring a cancelled job back.
     [ -z "${ended_by_slurm:-}" ] || exit "$status"
     if [[ $new || $job == *PreemptTime=2* ]]; then  # 2026-…, or None
-        echo "job.sh: status $status: starts again, to resume"
         for _ in 1 2 3; do
             # A requeue ends this job. If that ends scontrol, too, it has still succeeded.
-            if scontrol requeue "$this_job" || [ "${ended_by_slurm:-}" ]; then exit "$status"; fi
+            if scontrol requeue "$this_job" || [ "${ended_by_slurm:-}" ]; then
+                echo "job.sh: status $status: starts again, to resume"
+                exit "$status"
+            fi
             sleep 5
             ask_slurm || break
         done
         fail "Slurm does not start it again. To go on: RUN_DIR='$RUN_DIR' sbatch job.sh"
     fi
     there=$(echo "$found" | sort -V | tail -n 3 | paste -sd ' ')
-    fail "status $status, no new checkpoint in $RUN_DIR (there: ${there:-none}): not started again"
+    fail "status $status, no new checkpoint in $RUN_DIR (there: ${there:-none}): not started again
+job.sh: what now: python3 '$clone/docs/explain.py' '$(readlink -f /dev/stderr)'"
 }
 
 # Again until Slurm's controller answers: it may be busy. The last task of an array has the

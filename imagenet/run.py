@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import logging
-import re
 import subprocess
 import uuid
 from os import environ
@@ -129,10 +128,6 @@ def default_checkpoint_dir() -> Path:
     if "RUN_DIR" in environ:  # job.sh has made it
         return Path(environ["RUN_DIR"])
     job = environ.get("SLURM_JOB_ID", "none")
-    disk = Path(environ.get("SCRATCH", "."))
-    # Some clusters have one for each job, and remove it then.
-    if re.search(rf"\D{job}\D", f"/{disk}/"):
-        disk = Path(".")
     if "SLURM_ARRAY_TASK_ID" in environ:  # as in the name of its log
         job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    return disk / "checkpoints" / job
+    return Path("checkpoints", job)

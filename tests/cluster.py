@@ -56,10 +56,11 @@ RELEASES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
 PROCTRACK = ["linuxproc", "cgroup"]
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2 procps git".split()
 PACKAGES += "g++ openssl python3".split()  # torch.compile calls the first two
-COMMANDS = "sacct salloc sbatch scancel scontrol sinfo squeue srun".split()
+COMMANDS = "sacct salloc sbatch scancel scontrol sdiag sinfo squeue srun".split()
 
 SLURM_CONF = """\
 ClusterName=cluster
+FirstJobId={first_job}
 SlurmctldHost=controller({subnet}.2)
 SlurmUser=root
 AuthType=auth/munge
@@ -302,6 +303,7 @@ class Shape:
     # A job has a /tmp of its own, which is gone when its extern step ends. It sees
     # nothing of the machine's /tmp.
     own_tmp: bool = False
+    first_job: int = 1  # its number
 
 
 def start(lifeline: int | None = None, **shape) -> tuple[Cluster, subprocess.Popen]:
@@ -459,6 +461,7 @@ class Supervisor:
             SLURM_CONF.format(
                 state=self.state,
                 subnet=self.subnet,
+                first_job=self.shape.first_job,
                 nodes=nodes,
                 proctrack=f"proctrack/{self.shape.proctrack}",
                 task=f"TaskPlugin={','.join(plugins)}" if plugins else "",

@@ -1,7 +1,7 @@
 """Fixtures: a clone of the repository, small archives, and a real Slurm cluster."""
 
 import ctypes
-import functools
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -141,7 +141,14 @@ def start_cluster(pytestconfig):
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     generation = {name: pytestconfig.getoption(name) for name in ("slurm", "proctrack")}
     generation = {name: value for name, value in generation.items() if value}
-    return functools.partial(first_aid.start_cluster, **generation)
+    # No two clusters have a job of the same number: they share the clone, where
+    # imagenet's job 1 refuses to go on with the checkpoints of another job 1.
+    numbers = itertools.count(1, 1000)
+
+    def start(**how):
+        return first_aid.start_cluster(first_job=next(numbers), **generation, **how)
+
+    return start
 
 
 def start_jobs(cluster, clone, archive, logs: Path) -> Jobs:

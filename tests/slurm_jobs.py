@@ -380,6 +380,8 @@ ASKED_TO_STOP = re.compile(
     r"^Asked to stop: saved step (\d+) of epoch (\d+), to go on from there$",
     re.MULTILINE,
 )
+# The last line of a job that has failed, which a user types.
+WHAT_NOW = r"^job.sh: what now: (python3 '.*/docs/explain.py' '.*')\n\Z"
 WEIGHTS_LINE = re.compile(
     r"^Weights SHA-256 ([0-9a-f]{64}), commit ([0-9a-f]{40})$", re.MULTILINE
 )

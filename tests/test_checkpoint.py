@@ -239,22 +239,12 @@ def test_the_last_ones_are_kept(tmp_path, rank0):
     assert load(tmp_path) == (1000, 1_000_000)
 
 
-def test_folder_on_the_scratch(tmp_path, monkeypatch, rank0):
-    """Each job has one, there or where it was submitted: see test_the_whole_way."""
+def test_a_folder_of_its_own(monkeypatch):
+    """What job.sh has chosen, or you, comes first: see test_the_whole_way."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setenv("JOB_WORK_DIR", str(tmp_path / "submitted from"))
-    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
-    default_checkpoint_dir = run_module.default_checkpoint_dir
-    assert default_checkpoint_dir() == tmp_path / "scratch/checkpoints/17"
-    # Where each job has a scratch of its own, it is removed with the job.
-    for own in ("17/mine", "me.17"):
-        monkeypatch.setenv("SCRATCH", str(tmp_path / own))
-        assert default_checkpoint_dir() == Path("checkpoints/17")
-    monkeypatch.setenv("SCRATCH", "/scratch/me170")
-    assert default_checkpoint_dir() == Path("/scratch/me170/checkpoints/17")
-    # What job.sh has chosen, or you, comes first.
+    assert run_module.default_checkpoint_dir() == Path("checkpoints/17")
     monkeypatch.setenv("RUN_DIR", "runs/1")
-    assert default_checkpoint_dir() == Path("runs/1")
+    assert run_module.default_checkpoint_dir() == Path("runs/1")
 
 
 def test_started_again_without_a_checkpoint(tmp_path, rank0, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from slurm_jobs import ARGUMENTS_LINE, environment
+from slurm_jobs import ARGUMENTS_LINE, REPOSITORY, environment
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 SMALL = ["--cpus-per-task=1", "--mem=1G"]
@@ -87,8 +87,15 @@ def test_salloc_and_srun(jobs, archive):
     """A task takes the only GPU that it sees, or one of several.
 
     One step has two tasks on the last node of a job of three. What another launcher has
-    left in the shell changes nothing.
+    left in the shell changes nothing, nor do the limits of a login node.
     """
+    pages = [*REPOSITORY.glob("docs/**/*.rst"), *REPOSITORY.glob("*/README.rst")]
+    text = "".join(page.read_text() for page in [REPOSITORY / "README.rst", *pages])
+    blocks = re.findall(r"^    salloc --.*\n(?:    .*\n)*", text, re.MULTILINE)
+    starts = re.findall(r" (srun .*(?:uv run|python).*)", "".join(blocks))
+    assert len(starts) > 6, starts
+    assert all(start.startswith("srun --propagate=CORE ") for start in starts), starts
+    limits = ["bash", "-c", 'ulimit -Sv 1000000 -St 3; exec "$@"', "bash"]
     left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "9"}
     three = "--nodes=3 --ntasks-per-node=2 --gpus-per-node=2"
     cases = [  # folder, flags of salloc, flags of srun, ranks
@@ -105,8 +112,8 @@ def test_salloc_and_srun(jobs, archive):
         address = {"MASTER_ADDR": "nowhere"} if folder == "multi_gpu" else {}
         command = ["uv", "run", "python", "main.py", *ONE_EPOCH]
         command += ["--data-dir", archive.parent]
-        srun = ["srun", *srun.split(), *command]
-        salloc = ["salloc", *SMALL, *salloc.split()]
+        srun = ["srun", "--propagate=CORE", *srun.split(), *command]
+        salloc = [*limits, "salloc", *SMALL, *salloc.split()]
         return jobs.run(
             [*salloc, *srun], folder, OMP_NUM_THREADS="1", **left, **address
         )

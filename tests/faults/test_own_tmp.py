@@ -47,8 +47,6 @@ def project(user):
     return folder
 
 
-# On a busy machine, the first job of such a cluster has once failed at once.
-@pytest.mark.every_case
 @pytest.mark.parametrize("whose", ["imagenet", "your training"])
 def test_warned(user, project, whose):
     """Warned by hand, and by Slurm, it saves, comes back and goes on."""

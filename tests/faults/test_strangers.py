@@ -1,6 +1,5 @@
 """Another user of the node and of its network: a real one, made and removed here."""
 
-import os
 import pwd
 import subprocess
 import sys
@@ -86,19 +85,6 @@ def test_nothing_of_a_job_is_readable(user, stranger):
     for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"):
         assert Path(variables[name], "x").is_relative_to(folder), variables[name]
     user.cancel(job)
-
-
-def test_a_folder_of_checkpoints_that_is_a_colleagues(user, stranger, tmp_path):
-    """Where several users share $SCRATCH, a job has its own below the user's name."""
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    os.chown(folder, pwd.getpwnam(NAME).pw_uid, -1)
-    job = user.train("--epochs=1", SCRATCH=str(tmp_path))
-    result = user.wait(job)
-    assert result.state == "COMPLETED", result
-    name = pwd.getpwuid(0).pw_name
-    assert (tmp_path / name / "checkpoints" / job / "best.pt").exists(), result
-    assert not list(folder.iterdir())
 
 
 PLANTED = """

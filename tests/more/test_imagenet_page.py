@@ -48,11 +48,14 @@ def test_an_allocation_and_torchrun(user, tmp_path):
     """
     train = f"main.py {' '.join(TINY)}"
     data = {"/datasets/imagenet": user.env["IMAGENET_DIR"]}
+    folder = {"checkpoints/": f"{tmp_path}/checkpoints/"}
     (allocation,) = listings(PAGE, "In an allocation")
-    allocation = make_smaller(allocation, data | {"main.py": f"{train} --epochs=1"})
+    allocation = make_smaller(
+        allocation, data | folder | {"main.py": f"{train} --epochs=1"}
+    )
     (torchrun,) = listings(EXCEPTIONS, "With torchrun")
     torchrun = make_smaller(
-        torchrun, {"main.py": f"{train} --epochs=12 --save-steps=4"}
+        torchrun, folder | {"main.py": f"{train} --epochs=12 --save-steps=4"}
     )
     sync, salloc, *inside, remove = joined(allocation).splitlines()
     assert (sync, salloc.split()[0]) == ("uv sync --locked", "salloc")
@@ -62,7 +65,7 @@ def test_an_allocation_and_torchrun(user, tmp_path):
     # srun tells of the node that is lost: no -e.
     script = f"{sync}\n{salloc} bash -uc {shlex.quote(inside)}"
     log = tmp_path / "log"
-    env = {"SCRATCH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    env = {"TMPDIR": str(tmp_path)}
     with log.open("w") as file:
         shell = subprocess.Popen(
             ["bash", "-uc", script],

@@ -50,7 +50,6 @@ def jobs(start_cluster, clone, archive, tmp_path_factory):
     with start_cluster(nodes=6, **how) as cluster:
         jobs = start_jobs(cluster, clone, archive, tmp_path_factory.mktemp("logs"))
         jobs.env |= {"IMAGENET_DIR": str(images), "TASK_PROLOG": ""}
-        jobs.env["SCRATCH"] = str(tmp_path_factory.mktemp("scratch"))
         yield jobs
 
 
@@ -127,12 +126,12 @@ def test_salloc_and_srun(jobs, tmp_path):
             (page,) = listings(PAGE, "In an allocation")
             more = {"/datasets/imagenet": jobs.env["IMAGENET_DIR"]}
             more["main.py"] = f"main.py {' '.join(IMAGENET)}"
+            more["checkpoints/"] = f"{tmp_path}/"
             _, line, *lines = joined(make_smaller(page, more)).splitlines()
             salloc, script = line.split(), "\n".join(lines)
         script = f'echo "This is job $SLURM_JOB_ID"\n{script}'
         command = [*salloc, *flags, "bash", "-euc", script]
-        env = {"TASK_PROLOG": OF_THE_JOB, "SCRATCH": str(tmp_path)}
-        return jobs.run(command, name.split("/")[0], **env)
+        return jobs.run(command, name.split("/")[0], TASK_PROLOG=OF_THE_JOB)
 
     with ThreadPoolExecutor() as pool:
         names = [name for name in CASES if "torchrun" not in name]

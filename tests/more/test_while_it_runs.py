@@ -112,10 +112,10 @@ def test_terminal_of_an_editor(user, tmp_path):
         "--cpus-per-task=8": "--cpus-per-task=1",
         "/datasets/imagenet": user.env["IMAGENET_DIR"],
         "main.py": " ".join(["main.py", *TINY, "--epochs=1"]),
+        "checkpoints/": f"{tmp_path}/checkpoints/",
     }
     env = {
         "USER": "someone",
-        "SCRATCH": str(tmp_path),
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(tmp_path),
     }

@@ -15,7 +15,7 @@ import pytest
 import torch
 from fork_ranks import Ranks
 from shapes import HEAD, SHAPES
-from slurm_jobs import REPOSITORY, Jobs, Result, listing
+from slurm_jobs import REPOSITORY, WHAT_NOW, Jobs, Result, listing
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler, TensorDataset
@@ -349,7 +349,7 @@ def test_what_comes_back(jobs, tmp_path):
         return result
 
     array = submit("killed", *ONE, "--array=1-2")
-    fails = submit("fails", *ONE)
+    fails = submit("fails", *ONE, PYTORCH_ON_SLURM=str(jobs.clone))
     cancelled = submit("warned", *ONE)
     nothing = submit("", *ONE, DATA_ARCHIVE="/nowhere.tar")
     (tmp_path / "data").mkdir()
@@ -369,7 +369,11 @@ def test_what_comes_back(jobs, tmp_path):
     not_again = (
         r"^job.sh: error: status \d+, no new checkpoint in .*: not started again$"
     )
-    assert ended(fails, "FAILED", 1).find(not_again)
+    result = ended(fails, "FAILED", 1)
+    assert result.find(not_again)
+    (command,) = result.find(WHAT_NOW)
+    told = jobs.run(["bash", "-c", command], "/").output
+    assert "This start has saved nothing new" in told, told
     line = r"^job.sh: error: node\d cannot unpack DATA_ARCHIVE=/nowhere.tar$"
     assert ended(nothing, "FAILED", 0).find(line)
     ended(whole, "COMPLETED", 0)
