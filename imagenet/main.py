@@ -124,11 +124,9 @@ def main() -> None:
             f"valid loss {valid_loss:.3f} accuracy {valid_accuracy:.2%}, "
             f"{in_words}"
         )
-        if not math.isfinite(valid_loss):
-            resume.fail("the loss is not finite: the weights are not kept as best.pt")
         watch.log({"valid/loss": valid_loss, "valid/accuracy": valid_accuracy} | speed)
+        save_if_best(run, names, valid_loss, valid_accuracy)
         run.log(epoch=epoch, loss=valid_loss, accuracy=valid_accuracy)
-        save_if_best(run, names, valid_accuracy)
     log_weights(run, commit)
     watch.close()
     dist.barrier()

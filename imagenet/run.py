@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import logging
+import math
 import subprocess
 import uuid
 from os import environ
@@ -94,8 +95,12 @@ def rebuild_buckets(
             resume.fail(f"the model does not take --image-size {image_size}: {error}")
 
 
-def save_if_best(run: resume.Run, classes: list[str], accuracy: float) -> None:
+def save_if_best(
+    run: resume.Run, classes: list[str], loss: float, accuracy: float
+) -> None:
     """Write the weights as best.pt if they are the best of this run, from any start."""
+    if not math.isfinite(loss):
+        resume.fail(f"the loss is not finite: validated, it is {loss}")
     if accuracy > run.best_accuracy:
         run.best_accuracy = accuracy
         best = {"model": run.model.state_dict(), "classes": classes}

@@ -534,6 +534,8 @@ def test_weights_that_are_not_finite(tmp_path, rank0):
         assert line == said
         line = refused(run.write, "best.pt", {"model": run.model.state_dict()})
         assert line == f"cannot write {tmp_path}/best.pt: NaN in the weights"
+        line = refused(run_module.save_if_best, run, [], float("nan"), 0.5)
+        assert line == "the loss is not finite: validated, it is nan"
     assert names(tmp_path) == files((1, 1))
 
 
