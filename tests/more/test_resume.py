@@ -266,14 +266,15 @@ def habits():
             loss = take_step(model, optimizer, inputs)
             metrics += torch.stack((loss, torch.ones(())))
             seen.add(len(seen))
-            if len(seen) % 6 == 0:
+            if len(seen) % 3 == 0:  # so that the fifth turn ends the second loop
                 break
         dist.all_reduce(metrics)
         metrics[0] /= metrics[1]
         for inputs in run.loop(load()):
             loss = take_step(model, optimizer, inputs)
         losses += [metrics[0].item(), np.float64(loss)]
-    return model, torch.tensor(losses), torch.tensor(sorted(seen))
+    ends = torch.tensor(losses, dtype=torch.float64), torch.tensor(sorted(seen))
+    return model, *ends
 
 
 SHAPES = [
