@@ -13,8 +13,6 @@ export repository
 IMAGENET_DIR=${IMAGENET_DIR:+$(realpath -ms "$IMAGENET_DIR")}
 
 copy_code() {
-    # After a requeue, it may be there.
-    rm -rf "$code"
     mkdir "$code"
     # A checkout in all but its .git. git archive would leave files out that .gitattributes
     # has as export-ignore.

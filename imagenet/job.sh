@@ -109,7 +109,7 @@ stage() {
     [ ! -k . ] || fail "the job's folder is missing on $SLURMD_NODENAME"
     # What Slurm gave an earlier start of this job no time to remove. A link, or what is another
     # user's, is left alone.
-    find "${LOCAL_JOB_DIR%/*}" -maxdepth 1 -type d -user "$UID" -perm 700 \
+    find "${LOCAL_JOB_DIR%/*}/" -maxdepth 1 -type d -user "$UID" -perm -700 \
         -name "slurm-job-$SLURM_JOB_ID-$SLURM_CLUSTER_NAME.*" ! -name "${LOCAL_JOB_DIR##*/}" \
         -exec rm -rf {} + || :
     # mkdir fails where local_disk is missing, or where the nodes share it.
@@ -129,17 +129,18 @@ make_run_dir() {
     go_on=${RUN_DIR:-}
     export RUN_DIR=${RUN_DIR:-$1}
     mkdir -p "$RUN_DIR" || fail "cannot make RUN_DIR"
-    list_checkpoints >> "$RUN_DIR/seen"
+    [[ ! $go_on || ${SLURM_ARRAY_TASK_COUNT:-1} == 1 ]] || fail "one RUN_DIR for several tasks"
+    list_checkpoints >> "$RUN_DIR/seen" || fail "cannot write $RUN_DIR/seen"
     # Slurm's job numbers come again, as with a new controller.
     [[ $go_on || ! -s $RUN_DIR/seen ]] || ((SLURM_RESTART_COUNT)) ||
         fail "$RUN_DIR is an earlier job's: move it away, or export RUN_DIR='$RUN_DIR'"
 }
-# A checkpoint has that in its name, or ends as people's do. What ends in tmp, part or partial is
-# not whole: the disk may be full.
+# A checkpoint has that in its name, or ends as people's do, and is no empty folder. What ends in
+# tmp, part or partial is not whole: the disk may be full.
 list_checkpoints() {
-    find "$RUN_DIR" -mindepth 1 -printf '/%P\n' |
+    find "$RUN_DIR/" -mindepth 1 ! \( -type d -empty \) -printf '/%P\n' |
         grep -aEi '(checkpoint|ckpt)[^/]*$|\.(pt|pth|pth\.tar|th|bin|pkl|safetensors)$|/done$' |
-        grep -aEiv '[/._-](tmp|part|partial|damaged)([/.-]|$)' || :
+        grep -aEiv '[/._-](tmp|part|partial|damaged)([/.-]|$)' || [ $? = 1 ]  # none
 }
 # With `--array=1-8 job.sh @sweep.txt`, each task of the array takes its own line of sweep.txt.
 # Arguments after @sweep.txt are for all tasks.
@@ -155,7 +156,7 @@ choose_arguments() {
     read_words "$line"
     set +f
     ((${#words[@]})) || fail "${1#@}: line $SLURM_ARRAY_TASK_ID is empty or missing"
-    arguments=("${words[@]}" "${@:2}")
+    arguments=("${words[@]}" "${arguments[@]:1}")
 }
 # A line's words, as a shell reads them: quotes, ~ and $SCRATCH work. But * stays *.
 read_words() {
@@ -183,9 +184,10 @@ finish() {
     new=$(echo "$found" | grep -avxFf "$RUN_DIR/seen")
     # The next lines need Slurm's controller.
     [ "${ended_by_slurm:-}" ] || ask_slurm
-    # The time limit may be near. Where a node is missing, this one removes its own.
-    timeout 60 "${on_each_node[@]}" --overlap --immediate=30 rm -rf "$LOCAL_JOB_DIR" ||
-        timeout 20 rm -rf "$LOCAL_JOB_DIR"
+    # The time limit may be near, if it has not finished. Where a node is missing, this one removes
+    # its own.
+    timeout $((status ? 60 : 600)) "${on_each_node[@]}" --overlap --immediate=30 \
+        rm -rf "$LOCAL_JOB_DIR" || timeout 20 rm -rf "$LOCAL_JOB_DIR"
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
         scontrol update JobId="$this_job" Requeue=0

@@ -52,7 +52,7 @@ def test_every_cluster_has_lines():
 @pytest.fixture(scope="module")
 def shaped(start_cluster):
     """A Slurm with a partition for each of SHAPES, which has a node of that shape."""
-    with start_cluster(len(SHAPES)) as cluster:
+    with start_cluster(nodes=len(SHAPES)) as cluster:
         config, gres = cluster.state / "slurm.conf", cluster.state / "gres.conf"
         text, gpus, file = config.read_text(), "", gres.read_text().split()[-1]
         for node, (name, shape) in zip(cluster.nodes, SHAPES.items(), strict=True):

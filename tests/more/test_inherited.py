@@ -64,6 +64,8 @@ def test_what_counts_as_a_checkpoint(tmp_path):
         path = run_dir / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+    for name in ("checkpoints", "2026/ckpt"):  # of a script that makes folders first
+        (run_dir / name).mkdir(parents=True)
     env = {"RUN_DIR": str(run_dir), "LC_ALL": "C.UTF-8"}
     command = f"{function['list_checkpoints']}\nlist_checkpoints"
     found = subprocess.run(["bash", "-c", command], env=os.environ | env, stdout=-1)
