@@ -133,8 +133,11 @@ def logs_of(folder: Path, job: str) -> dict[int, str]:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_several_at_once(jobs: Jobs, project):
-    """Six lines on three tasks and two GPUs, one failing, through two requeues."""
-    folder = project(*EACH_LINE)
+    """Six lines on three tasks and two GPUs, one failing, through two requeues.
+
+    gpu_report stands in front, as on its page.
+    """
+    folder = project("./gpu_report", *EACH_LINE)
     sweep = folder / "sweep.txt"
     lines = ["--name 'two words'", "# no", "--wait", "--fail", "--wait", "", "--wait"]
     sweep.write_bytes("\r\n".join([*lines, "--last=$RUN_DIR"]).encode())
@@ -178,7 +181,7 @@ def test_several_at_once(jobs: Jobs, project):
     assert ["Line 8: --last" in part for part in parts] == [False, False, True, False]
     assert result.output.count("Line 4: ended with status 3\n") == 4, result
     assert (result.state, result.restarts) == ("FAILED", 3), result
-    last = result.output.splitlines()[-1]
+    last = result.output.splitlines()[-2]  # before that on explain.py
     error = rf"status 1, no new checkpoint in runs/{job} \(.*\): not started again"
     assert re.fullmatch(f"job.sh: error: {error}", last), result
 
