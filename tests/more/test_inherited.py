@@ -56,7 +56,7 @@ best.pth.partial epoch-1.pt.damaged tmp/ckpt.pt .tmp-checkpoint/x.pt gpus/node1.
 
 
 def test_what_counts_as_a_checkpoint(tmp_path):
-    """Also beside one whose name is not of this locale."""
+    """Also beside one whose name is not of this locale, and where RUN_DIR is a link."""
     script = (REPOSITORY / "docs" / "your_training" / "job.sh").read_text()
     function = {match[1]: match[0] for match in FUNCTION.finditer(script)}
     run_dir = tmp_path / "runs" / "7"
@@ -66,13 +66,27 @@ def test_what_counts_as_a_checkpoint(tmp_path):
         path.touch()
     for name in ("checkpoints", "2026/ckpt"):  # of a script that makes folders first
         (run_dir / name).mkdir(parents=True)
-    env = {"RUN_DIR": str(run_dir), "LC_ALL": "C.UTF-8"}
-    command = f"{function['list_checkpoints']}\nlist_checkpoints"
-    found = subprocess.run(["bash", "-c", command], env=os.environ | env, stdout=-1)
+    (tmp_path / "link").symlink_to(run_dir)
+    env = {"RUN_DIR": str(tmp_path / "link"), "LC_ALL": "C.UTF-8"}
+    env |= {"SLURM_ARRAY_TASK_COUNT": "2", "SLURM_RESTART_COUNT": "0"}
+    parts = map(function.get, ("fail", "list_checkpoints", "make_run_dir"))
+    functions = "\n".join(["set -eo pipefail", *parts, ""])
+
+    def run(command: str) -> subprocess.CompletedProcess:
+        command = ["bash", "-c", functions + command]
+        return subprocess.run(command, env=os.environ | env, capture_output=True)
+
+    found = run("list_checkpoints")
     names = os.fsdecode(found.stdout).splitlines()
     folders = {f"/{Path(name).parts[0]}" for name in COUNT.split() if "/" in name}
     expected = {f"/{name}" for name in [*COUNT.split(), "a\udce8.ckpt"]}
     assert set(names) - folders == expected
+    # A full disk may not lose the list: all would count as new in the next start.
+    assert run("list_checkpoints > /dev/full").returncode == 1
+    assert b"error: one RUN_DIR for several tasks" in run("make_run_dir x").stderr
+    env["RUN_DIR"] = str(tmp_path / "new")
+    env["SLURM_ARRAY_TASK_COUNT"] = "1"
+    assert run("make_run_dir x").returncode == 0
 
 
 @pytest.mark.usefixtures("nothing_left")
