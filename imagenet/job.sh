@@ -120,6 +120,16 @@ use_commit() {
     script=$(git show "$GIT_COMMIT:./code_checkpointing.sh") || fail "no commit $GIT_COMMIT in $PWD"
     eval "$script"
 }
+remove_data() {
+    # A controller that has just come back takes some seconds to find its nodes: try three times.
+    # If the job has not finished, the time limit may be near.
+    for _ in 1 2 3; do
+        timeout $((status ? 20 : 600)) "${on_each_node[@]}" --overlap --immediate=10 \
+            rm -rf "$LOCAL_JOB_DIR" && return
+        # Where a node is missing, this one removes its own.
+        timeout 20 rm -rf "$LOCAL_JOB_DIR"
+    done
+}
 
 # What main.py saves goes to RUN_DIR. A job has the same one when it starts again. To go on with
 # another job's, export RUN_DIR before sbatch.
@@ -184,10 +194,7 @@ finish() {
     new=$(echo "$found" | grep -avxFf "$RUN_DIR/seen")
     # The next lines need Slurm's controller.
     [ "${ended_by_slurm:-}" ] || ask_slurm
-    # The time limit may be near, if it has not finished. Where a node is missing, this one removes
-    # its own.
-    timeout $((status ? 60 : 600)) "${on_each_node[@]}" --overlap --immediate=30 \
-        rm -rf "$LOCAL_JOB_DIR" || timeout 20 rm -rf "$LOCAL_JOB_DIR"
+    remove_data
     if [ "$status" = 0 ]; then
         # Or Slurm 24.11 would start a finished job again that was preempted once.
         scontrol update JobId="$this_job" Requeue=0
