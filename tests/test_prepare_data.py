@@ -403,6 +403,19 @@ def test_killed_at_any_moment(tmp_path, data_dir, flags):
     assert all(name.startswith("unfinished-") for name in others)
 
 
+def test_ended_by_slurm(imagenet, data_dir):
+    """TERM leaves time to remove what is not whole."""
+
+    def end() -> None:
+        # resume.py blocks it in what a test forks.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    code, output = call(imagenet.source, data_dir, hook=at("train.npy", end))
+    assert (code, output) == (1, "prepare_data.py: ended by Slurm\n")
+    assert not list(data_dir.parent.iterdir())
+
+
 def test_two_at_once(imagenet, data_dir):
     """Nodes may share a disk. The first to be whole stays, and the other takes it.
 

@@ -424,6 +424,23 @@ def test_a_layer_that_is_frozen_later(when, warnings, tmp_path):
     )
 
 
+def warn_in_a_validation() -> int:
+    """Return how many batches it validates after a warning in the second one."""
+    run, validated = resume.Run(), 0
+    with contextlib.suppress(SystemExit):
+        for _ in run.loop(range(1)):
+            for validated in run.pausable(range(99)):
+                if validated == 1:
+                    resume.warned.append("now")
+    return validated - 1
+
+
+def test_a_warning_in_a_validation(tmp_path):
+    """A batch may take long, so it does not wait for many."""
+    (after,) = run_ranks(1, fail_in, tmp_path, warn_in_a_validation)
+    assert after <= 1
+
+
 def write_a_compiled_model(folder) -> list[str]:
     os.environ["RUN_DIR"] = str(folder)
     compiled = torch.compile(nn.Linear(2, 2), backend="eager")
