@@ -132,7 +132,8 @@ def decode(data: Tensor, max_megapixels: int = 200) -> Tensor:
         raise ValueError(
             f"{width} x {height} pixels are more than --max-megapixels {max_megapixels}"
         )
-    if max(width, height) > 1000 * min(width, height):  # so would be its center_crop
+    # center_crop() enlarges the shorter side, and the longer one with it.
+    if max(width, height) > 1000 * min(width, height):
         raise ValueError(f"{width} x {height} pixels are too thin")
     if image.format in ("JPEG", "MPO"):  # MPO: a JPEG with more of them behind it
         return decode_image(data, "RGB", apply_exif_orientation=True)

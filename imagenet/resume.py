@@ -453,10 +453,12 @@ class Run:
         about["_own"] = [tell_all(own, other) for other in range(world_size())]
         parts = {name: unwrap(getattr(self, name)) for name in self._names}
         about["_weights"] = {name: weights_of(part) for name, part in parts.items()}
-        state = {name: p.state_dict() for name, p in parts.items() if name not in own}
+        state = {}
         for name, part in parts.items():
-            if name in state and not is_model(part):
-                state[name] = plain(state[name])
+            if is_model(part):
+                state[name] = part.state_dict()
+            elif name not in own:
+                state[name] = plain(part.state_dict())
         return state | {"resume": about}
 
     def _save(self, at_point: bool) -> None:
@@ -601,7 +603,7 @@ class Sums:
 
 
 class Level:
-    """An open loop: the how manieth in this turn of the loop around it."""
+    """An open loop. Its number counts the loops in this turn of the loop around it."""
 
     # Of its present turn. A place is a loop, a validation or a save.
     places, is_innermost = 0, True
@@ -642,9 +644,11 @@ def load_rest(
 
 
 class Rest:
-    """The batches that are left, as keys: the order, the index, its how manieth time.
+    """The batches that are left, as keys for Seeded: the order and the index.
 
-    Batches are asked for one by one, because a sampler may have no end.
+    If a sampler chooses an index again, the key also has how often it did before, so
+    that the sample draws anew. Batches are asked for one by one, because a sampler may
+    have no end.
     """
 
     def __iter__(self) -> Iterator[list[tuple]]:
@@ -658,10 +662,11 @@ class Rest:
                 return
             keys = []
             for index in batch:
-                again = times[str(index)]  # a sampler may choose some more than once
-                times[str(index)] += 1
+                name = str(index)  # or it would have to be hashable
+                before = times[name]
+                times[name] += 1
                 key = (self.order, index)
-                keys.append((*key, again) if again else key)
+                keys.append((*key, before) if before else key)
             if number >= self.done:
                 yield keys
 

@@ -143,7 +143,7 @@ make_run_dir() {
     go_on=${RUN_DIR:-}
     export RUN_DIR=${RUN_DIR:-$1}
     mkdir -p "$RUN_DIR" || fail "cannot make RUN_DIR"
-    [[ ! $go_on || ${SLURM_ARRAY_TASK_COUNT:-1} == 1 ]] || fail "one RUN_DIR for several tasks"
+    [[ ! $go_on || ${SLURM_ARRAY_TASK_COUNT:-1} == 1 ]] || fail "unset RUN_DIR, or all tasks share it"
     list_checkpoints >> "$RUN_DIR/seen" || fail "cannot write $RUN_DIR/seen"
     # Slurm's job numbers come again, as with a new controller.
     [[ $go_on || ! -s $RUN_DIR/seen ]] || ((SLURM_RESTART_COUNT)) ||

@@ -83,7 +83,9 @@ def test_what_counts_as_a_checkpoint(tmp_path):
     assert set(names) - folders == expected
     # A full disk may not lose the list: all would count as new in the next start.
     assert run("list_checkpoints > /dev/full").returncode == 1
-    assert b"error: one RUN_DIR for several tasks" in run("make_run_dir x").stderr
+    assert (
+        b"error: unset RUN_DIR, or all tasks share it" in run("make_run_dir x").stderr
+    )
     env["RUN_DIR"] = str(tmp_path / "new")
     env["SLURM_ARRAY_TASK_COUNT"] = "1"
     assert run("make_run_dir x").returncode == 0
