@@ -143,9 +143,9 @@ def test_array(user, same_end):
 
 
 def test_suspended(user, same_end):
-    """Suspended for longer than --timeout, before it has saved, a job just goes on."""
-    job = user.train(*EPOCHS, "--timeout=15")
-    user.until(job, "^World size")
+    """Suspended for longer than --timeout, while it trains, a job just goes on."""
+    job = user.train(*EPOCHS, "--save-steps=3", "--timeout=15")
+    user.until_file(job, "*-step-000003.pt")
     assert user.run(["scontrol", "suspend", job]).exit_code == 0
     user.until_found(
         job, lambda: user.show(job)["JobState"] == "SUSPENDED", "suspension", 20
