@@ -161,11 +161,14 @@ def test_folder_that_cannot_be_removed(user, undisturbed):
     """A job that is to be requeued is requeued, whatever is left in its folder."""
     job = user.train(*EPOCHS, "--save-steps=3")
     user.until_file(job, "*-step-000003.pt")
-    with disk_on(user, "node1", f"{user.job_folder(job)}/busy", "size=1m"):
+    folder = user.job_folder(job)
+    with disk_on(user, "node1", f"{folder}/busy", "size=1m"):
         user.warn(job)
         user.until(job, "^rm: cannot remove .*/busy': Device or resource busy$")
-        user.until(job, "^Job .* requeued 1 times$")
+        # The next start cannot remove it, either, and trains.
+        user.until(job, "^Job .* requeued 1 times$(?s:.*)^World size")
     assert weights(user.wait(job)) == undisturbed
+    assert user.on("node1", "rmdir", folder).exit_code == 0
 
 
 @pytest.mark.parametrize("what", every_case("full", "read-only"))
