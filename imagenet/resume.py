@@ -19,7 +19,6 @@ stops after seven turns of the innermost loop, `python main.py` goes on.
 """
 
 import atexit
-import collections
 import contextlib
 import copy
 import fcntl
@@ -220,7 +219,8 @@ class Run:
         Of a model, these are the weights, by the names that they have without DDP.
         """
         path = self.folder / name
-        if isinstance(content, nn.Module):
+        if is_model(content):
+            check_weights(content, f"cannot write {path}: the weights")
             content = unwrap(content).state_dict()
         function = functools.partial(write, path, content)
         on_rank_0(f"cannot write {path}", function, self.while_saving)
@@ -466,7 +466,7 @@ class Run:
         path = self.folder / f"epoch-{self.epoch:03}-step-{self.step:06}.pt"
         for name in self._names:
             part = unwrap(getattr(self, name))
-            if isinstance(part, nn.Module):
+            if is_model(part):
                 check_weights(part, f"cannot write {path}: the weights of {name}")
         content = self._collect(at_point)
 
@@ -644,35 +644,26 @@ def load_rest(
 
 
 class Rest:
-    """The batches that are left, as keys for Seeded: the order and the index.
+    """The batches that are left, as keys for Seeded: a seed, the place, the index.
 
-    If a sampler chooses an index again, the key also has how often it did before, so
-    that the sample draws anew. Batches are asked for one by one, because a sampler may
-    have no end.
+    Batches are asked for one by one, because a sampler may have no end.
     """
 
     def __iter__(self) -> Iterator[list[tuple]]:
-        times = collections.Counter()
         for number in itertools.count():
             # What a sampler draws follows from the number of the batch.
-            order = make_seed(self.order, number) if number else self.order
+            order = make_seed(self.order, number)
             seed(order, self.generators)
             batch = next(self.batches, None)
             if batch is None:
                 return
-            keys = []
-            for index in batch:
-                name = str(index)  # or it would have to be hashable
-                before = times[name]
-                times[name] += 1
-                key = (self.order, index)
-                keys.append((*key, before) if before else key)
             if number >= self.done:
-                yield keys
+                own = make_seed(order, rank())
+                yield [(own, place, index) for place, index in enumerate(batch)]
 
 
 class Seeded:
-    """A data set whose samples draw what follows from their order and index."""
+    """A data set whose samples draw what follows from their place in the run."""
 
     data = None  # or __getattr__ would call itself while a worker unpickles this
 
@@ -686,8 +677,9 @@ class Seeded:
         setattr(self.data, name, value)  # as a worker_init_fn does
 
     def __getitem__(self, key: tuple):
-        seed(make_seed(*key), self.generators)
-        return self.data[key[1]]
+        own, place, index = key
+        seed(make_seed(own, place), self.generators)
+        return self.data[index]
 
     @property
     def __getitems__(self):
@@ -696,8 +688,8 @@ class Seeded:
         return read and functools.partial(self._read_batch, read)
 
     def _read_batch(self, read: Callable, keys: list[tuple]):
-        seed(make_seed(*keys), self.generators)
-        return read([key[1] for key in keys])
+        seed(keys[0][0], self.generators)
+        return read([index for _, _, index in keys])
 
 
 def make_seed(*values) -> int:
@@ -925,9 +917,7 @@ def unpack(packed: bytes):
 
 
 def write(path: Path, content) -> None:
-    """Write a file that is there whole, or not at all. NaN is refused."""
-    if has_nan(content):
-        raise RunError(f"cannot write {path}: NaN in the weights")
+    """Write a file that is there whole, or not at all."""
     partial = Path(f"{path}.partial")
     try:
         with open(partial, "wb") as file:
@@ -946,15 +936,6 @@ def write(path: Path, content) -> None:
         if isinstance(reason, OSError):
             raise reason from None
         raise RunError(f"cannot write {path}: {error!r}") from None
-
-
-def has_nan(content) -> bool:
-    """Is there a NaN in a tensor, at any depth of dicts and lists?"""
-    if isinstance(content, dict):
-        content = list(content.values())
-    if isinstance(content, (list, tuple)):
-        return any(map(has_nan, content))
-    return isinstance(content, Tensor) and bool(content.isnan().any())
 
 
 def check(path: Path) -> None:

@@ -532,8 +532,9 @@ def test_weights_that_are_not_finite(tmp_path, rank0):
         (newest,) = files((1, 2))
         said = f"cannot write {tmp_path}/{newest}: the weights of model are not finite"
         assert line == said
-        line = refused(run.write, "best.pt", {"model": run.model.state_dict()})
-        assert line == f"cannot write {tmp_path}/best.pt: NaN in the weights"
+        line = refused(run.write, "best.pt", run.model)
+        said = f"cannot write {tmp_path}/best.pt: the weights are not finite"
+        assert line == said
         line = refused(run_module.save_if_best, run, [], float("nan"), 0.5)
         assert line == "the loss is not finite: validated, it is nan"
     assert names(tmp_path) == files((1, 1))
