@@ -244,16 +244,17 @@ def test_not_bound(jobs):
 def test_the_environment_as_one_file(jobs):
     """Each node unpacks it, and starts Python from there. It needs no container."""
     folder = DISKS / "scratch" / "packed"
-    (folder / "multi_node").mkdir(parents=True)
+    for name in ("multi_node", "imagenet"):
+        (folder / name).mkdir(parents=True)
     venv = [sys.executable, "-m", "venv", "--without-pip", folder / ".venv"]
     subprocess.run(venv, check=True)
     pack = ["bash", "-euc", place(listing("containers.rst", "tar -cf"))]
     subprocess.run(pack, cwd=folder, check=True)
     added = re.findall(r"^     (.*)\n    \+(.*)\n", PAGE, re.MULTILINE)
     assert len(added) == 3
-    examples = {"multi_node": "../.venv", "docs/your_training": ".venv"}
-    for name, environment in examples.items():
-        to = folder / "multi_node" if name == "multi_node" else folder
+    for name in ("multi_node", "imagenet", "docs/your_training"):
+        to = folder if name == "docs/your_training" else folder / name
+        environment = ".venv" if to == folder else "../.venv"
         (to / "main.py").write_text("import sys; print(sys.prefix)")
         text = (jobs.clone / name / "job.sh").read_text()
         for before, line in added:
