@@ -283,28 +283,7 @@ class Run:
         if isinstance(items, (range, list, tuple)):
             return items[level.done :]
         if isinstance(items, DataLoader):
-            if replicas := getattr(sampler_of(items), "num_replicas", 0):
-                turns = level.done * len(self._own) // replicas
-                turns -= turns % group
-                self.step += turns - level.done
-                level.done = turns
-            samples, level.total = length(items.dataset), length(items)
-            differ = level.done and level.samples != samples
-            numbers = [differ, level.total, -level.total]
-            differ, most, minus_least = reduce(numbers, dist.ReduceOp.MAX)
-            # In a validation, a rank may have fewer.
-            if most != -minus_least and level in self._levels:
-                fail(
-                    f"one rank has {most:.0f} batches, another {-minus_least:.0f}: "
-                    "give all as many, as with drop_last=True"
-                )
-            if differ:
-                fail(
-                    f"an epoch that began with {level.samples} samples cannot go on "
-                    f"with {samples}, or with others on another rank: take the same "
-                    "data, or choose another folder"
-                )
-            level.samples = samples
+            self._count(items, level, group)
             generators = find_generators(parts_of(items))
             order = self._set_order(items, generators)
             is_stream = isinstance(items.dataset, IterableDataset)
@@ -317,6 +296,32 @@ class Run:
             next(iterator)
         level.done = done
         return iterator
+
+    def _count(self, loader: DataLoader, level, group: int) -> None:
+        """Count a loader's samples and batches: they must be those of the save."""
+        if replicas := getattr(sampler_of(loader), "num_replicas", 0):
+            # As many samples are done. On other ranks than before, in other turns.
+            turns = level.done * len(self._own) // replicas
+            turns -= turns % group
+            self.step += turns - level.done
+            level.done = turns
+        samples, level.total = length(loader.dataset), length(loader)
+        differ = level.done and level.samples != samples
+        numbers = [differ, level.total, -level.total]
+        differ, most, minus_least = reduce(numbers, dist.ReduceOp.MAX)
+        # In a validation, a rank may have fewer.
+        if most != -minus_least and level in self._levels:
+            fail(
+                f"one rank has {most:.0f} batches, another {-minus_least:.0f}: "
+                "give all as many, as with drop_last=True"
+            )
+        if differ:
+            fail(
+                f"an epoch that began with {level.samples} samples cannot go on "
+                f"with {samples}, or with others on another rank: take the same "
+                "data, or choose another folder"
+            )
+        level.samples = samples
 
     def _set_order(self, loader: DataLoader, generators: list) -> int:
         """Let a loader's order follow from its place in the run. Return its seed."""
