@@ -15,9 +15,9 @@ export CIFAR10_ARCHIVE=${CIFAR10_ARCHIVE:-}
 # EDIT: how Python starts. The default is the Python that `uv sync` has installed. For conda or
 # a module, load it here, then python=(python -X faulthandler). In a container, --bind the disks
 # of the clone, the data and the node:
-# python=(apptainer exec --nv --bind /scratch,/local /scratch/image python -E -X faulthandler)
-# With -X faulthandler, a crash prints where Python was. -E ignores PYTHONPATH and the like,
-# which may be of other software.
+# python=(apptainer exec --nv --bind /scratch,/local /scratch/image python -E -s -X faulthandler)
+# With -X faulthandler, a crash prints where Python was. -E and -s ignore PYTHONPATH, ~/.local
+# and the like, which may be of other software.
 python=(../.venv/bin/python -E -X faulthandler)
 # EDIT: the node's own disk. Some clusters set SLURM_TMPDIR. If yours has another one, write it
 # in place of /tmp.

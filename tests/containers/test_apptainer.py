@@ -21,7 +21,7 @@ from slurm_jobs import REPOSITORY, TINY, TWO, Jobs, listing, weights
 
 PAGE = (REPOSITORY / "docs" / "containers.rst").read_text()
 LINE = listing("containers.rst", "python=(apptainer").strip()
-OWN = LINE.replace(" -E", "")  # your_training's job.sh unsets variables for Python
+OWN = LINE.replace(" -E -s", "")  # your_training's job.sh unsets variables for Python
 # Slurm 26.05 begins with a whole switch: on node1 and node2, rank 0 is on node2.
 TOPOLOGY = "SwitchName=a Nodes=node[2-3]\nSwitchName=b Nodes=node1\n"
 TOPOLOGY += "SwitchName=c Switches=a,b\n"
