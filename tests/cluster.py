@@ -81,7 +81,7 @@ MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
 MinJobAge=86400
-KillWait=5
+KillWait=15
 SchedulerParameters=sched_interval=1
 SlurmdTimeout=30
 PreemptType=preempt/partition_prio
@@ -117,9 +117,10 @@ ip link set eth0 up
 mount -t tmpfs -o size=4g,mode=1777 "$name" "$disk"
 for folder in /tmp/*/; do
     [ -d "$folder" ] || continue
-    mkdir "$disk/$(basename "$folder")"
+    place=$disk/$(basename "$folder")
+    mkdir "$place"
     # A folder may be gone since.
-    mount --rbind "$folder" "$disk/$(basename "$folder")" || [ ! -d "$folder" ]
+    mount --rbind "$folder" "$place" || { [ ! -d "$folder" ]; rmdir "$place"; }
 done
 mount --move "$disk" /tmp
 mount -t tmpfs -o mode=1777 "$name" /dev/shm

@@ -254,7 +254,7 @@ class Jobs:
             signals = re.search(r"^ShdPnd:\t(\w+)$", status, re.MULTILINE)[1]
             return int(signals, 16) & 1 << number - 1 or "\nState:\tT" not in status
 
-        self.until_found(job, pending, number.name, 60)
+        self.until_found(job, pending, number.name, 120)
 
     def interrupt(self, job: str, pattern: str, number: signal.Signals) -> None:
         """Signal a job's ranks, as Slurm does, when the job has printed something.
@@ -474,7 +474,7 @@ class User(Jobs):
             job,
             lambda: self.kill("node2", program, number) == 0,
             program,
-            60,
+            300,
             pause=0.005,
         )
 

@@ -211,7 +211,7 @@ def test_a_huge_log_in_bounded_memory(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result
     assert "line 2: srun: error: node3: task 5: Out Of Memory" in result.stdout
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 200
 
 
 def test_a_huge_log_of_errors(tmp_path):

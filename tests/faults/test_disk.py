@@ -25,7 +25,7 @@ def stopped(user: User, folder: Path) -> tuple[str, list[Path]]:
     """Stop a job in its second epoch; return output, and checkpoints newest first."""
     job = user.train(*EPOCHS, "--save-steps=3", RUN_DIR=str(folder))
     user.until_found(
-        job, lambda: list(folder.glob("epoch-002-*.pt")), "second epoch", 120, 0.001
+        job, lambda: list(folder.glob("epoch-002-*.pt")), "second epoch", 300, 0.001
     )
     output = user.cancel(job).output
     return output, sorted(folder.glob("epoch-*.pt"), reverse=True)

@@ -86,7 +86,7 @@ def test_rank_sleeps_for_ever(user, same_end, rank):
     user.until_file(job, "*-step-000003.pt")
     assert user.kill(f"node{rank + 1}", "main.py", signal.SIGSTOP) == 0
     named = rf"^error: rank {rank} on node{rank + 1} does not answer"
-    user.until(job, named, timeout=40)
+    user.until(job, named, timeout=90)
     restarts = 1
     if rank == 1:
         # Once more, while rank 0 saves, for which the others wait as long as it takes.
@@ -94,7 +94,7 @@ def test_rank_sleeps_for_ever(user, same_end, rank):
         rank_0 = user.stop_in_a_save(job)
         assert user.kill("node2", "main.py", signal.SIGSTOP) == 0
         os.kill(rank_0, signal.SIGCONT)
-        user.until(job, rf"{named}(.*\n)+{named}", timeout=40)
+        user.until(job, rf"{named}(.*\n)+{named}", timeout=90)
         restarts = 2
     result = same_end(job, restarts)
     other = rf"^error: rank {1 - rank} on node{2 - rank} has not moved for \d+ s"

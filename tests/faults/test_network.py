@@ -57,9 +57,10 @@ def test_network_fails(user, same_end, what, length):
     change("up", "del")
     result = same_end(job, restarts=length == "long")
     if length == "long" and "starts again" not in result.output:
-        # Slurm did it, because it missed node1: what the first start had there is left,
-        # until somebody restarts the node, or the next job of this user removes it.
-        user.cluster.crash("node1")
+        # Slurm did it, because it missed a node: what the first start had there is
+        # left, until somebody restarts the node, or this user's next job removes it.
+        for node in ("node1", "node2"):
+            user.cluster.crash(node)
     if length == "short":
         assert "Error" not in result.output, result
         assert "error: rank" not in result.output, result
@@ -114,7 +115,7 @@ def test_node_crashes_in_multi_node(jobs, user):
 @pytest.mark.parametrize("meanwhile", ["the job trains", "a rank is killed"])
 def test_controller_restarts(user, same_end, meanwhile):
     """Without the controller, a job goes on, or waits until it can be requeued."""
-    job = user.train(*ARGUMENTS)
+    job = user.train(*EPOCHS, "--save-steps=3")
     rank = user.stop_rank(job)
     user.crash_controller(job)
     os.kill(rank, signal.SIGCONT)
@@ -130,7 +131,7 @@ def test_controller_restarts(user, same_end, meanwhile):
         def waiting():
             return re.search(waits, user.log(job), re.MULTILINE)
 
-        user.until_found(job, waiting, "waiting", 120, 0.01)
+        user.until_found(job, waiting, "waiting", 300, 0.01)
     user.cluster.revive()
     user.until_controller()
     same_end(job, restarts=meanwhile != "the job trains")

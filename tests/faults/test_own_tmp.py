@@ -70,10 +70,10 @@ def test_warned(user, project, whose):
         else:
             user.warn(job)
         user.until_pending(job, rank, signal.SIGUSR1)
+        user.run(["scontrol", "update", f"job={job}", "TimeLimit=60"])
         os.kill(rank, signal.SIGCONT)
         again = rf"(?s:(^Job .* requeued .*){{{starts}}})^job.sh: .*: starts again"
         user.until(job, again)
-        user.run(["scontrol", "update", f"job={job}", "TimeLimit=10"])
         user.until(job, f"^Job .* requeued {starts} times$")
     result = user.wait(job)
     assert (result.state, result.restarts) == ("COMPLETED", 2), result

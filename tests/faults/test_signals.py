@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 
 import pytest
 from slurm_jobs import (
@@ -37,7 +38,7 @@ def preempt(user: User, job: str, rank: int) -> None:
         # With proctrack/cgroup, Slurm sends it to uv only.
         os.kill(rank, signal.SIGCONT)
     user.until_found(
-        job, lambda: user.show(job)["JobState"] == "PENDING", "preemption", 60
+        job, lambda: user.show(job)["JobState"] == "PENDING", "preemption", 150
     )
     user.run(["scancel", other])
 
@@ -70,7 +71,7 @@ def test_four_warnings(user, same_end):
 
 
 def test_requeue_by_hand(user, same_end):
-    """`scontrol requeue` leaves the ranks time to save, even longer than srun lives."""
+    """`scontrol requeue` leaves the ranks time to save."""
     job = user.train(*EPOCHS, "--save-steps=3")
     user.until(job, "^World size")
     rank = user.pid("node1", "main.py")
@@ -79,15 +80,11 @@ def test_requeue_by_hand(user, same_end):
     # What another cluster's habits may send to job.sh does not end it.
     assert user.run(["scancel", "--batch", "--signal=USR1", job]).exit_code == 0
     assert user.run(["scontrol", "requeue", job]).exit_code == 0
-
-    def job_sh_has_ended() -> bool:
-        stop(rank)  # Slurm makes it go on, so that it takes the signal to end
-        # It may still be saving, with files there.
-        assert user.job_folder(job), user.log(job)
-        return "slurm_script" not in user.cluster.processes("node1")
-
-    user.until_found(job, job_sh_has_ended, "end of job.sh", 60, 0.001)
-    os.kill(rank, signal.SIGCONT)
+    assert user.job_folder(job), user.log(
+        job
+    )  # it may still be saving, with files there
+    with contextlib.suppress(ProcessLookupError):  # Slurm makes it go on, too
+        os.kill(rank, signal.SIGCONT)
     user.until(job, "^Resuming from")
     assert user.show(job)["Requeue"] == "1"  # whatever happens next, too
     result = same_end(job)
@@ -118,23 +115,20 @@ def test_array(user, same_end):
         *EPOCHS, "--seed=0", "--save-steps=1", "--timeout=900", flags=flags
     )
     first, last = f"{array}_1", f"{array}_2"
-    for task in (first, last):
-        user.until(task, "^World size")
-    numbers = {task: user.show(task)["JobId"] for task in (first, last)}
-    assert numbers[last] == array
-    ranks = {task: user.pid("node1", f"main.py --seed={task[-1]}") for task in numbers}
+    ranks = {}
 
     def trains() -> list[str]:
         return [
             task
-            for task in numbers
-            if list(user.checkpoints(task).glob("*-step-0*.pt"))
+            for task in (first, last)
+            if task not in ranks and list(user.checkpoints(task).glob("*-step-0*.pt"))
         ]
 
-    while numbers:
-        for task in user.until_found(array, trains, "a checkpoint", 120, 0.001):
+    while len(ranks) < 2:
+        for task in user.until_found(array, trains, "a checkpoint", 300, 0.001):
+            ranks[task] = user.pid("node1", f"main.py --seed={task[-1]}")
             stop(ranks[task])  # the first one is to be there until the last has ended
-            del numbers[task]
+    assert user.show(last)["JobId"] == array
     warn_stopped(user, last, ranks[last])
     same_end(last)
     assert user.show(first)["Restarts"] == "0"
@@ -170,7 +164,7 @@ def grace_time(user: User, seconds: int):
 
 def test_preempted_before_the_first_step(user):
     """A preempted job comes back, even without a checkpoint."""
-    with grace_time(user, 15):
+    with grace_time(user, 60):
         job = user.train(*EPOCHS)
         # It cannot end before the signal.
         user.signal_at_start(job, "main.py", signal.SIGSTOP)
@@ -183,7 +177,7 @@ def test_preempted_before_the_first_step(user):
     assert not ASKED_TO_STOP.search(result.output), result
 
 
-@pytest.mark.parametrize("grace", every_case(15, 0))
+@pytest.mark.parametrize("grace", every_case(60, 0))
 def test_preempted(user, same_end, grace):
     """A job with more urgent ones behind it saves in its grace time, and comes back."""
     state = user.state_after_preemption() if grace else "COMPLETED"
@@ -341,8 +335,11 @@ def test_slow_disk_at_the_end(user, same_end, tmp_path):
     rank = user.stop_rank(job)
     assert user.run(["scontrol", "update", f"job={job}", "TimeLimit=3"]).exit_code == 0
     user.until_pending(job, rank, signal.SIGUSR1)
+    # Slurm counts whole minutes from a start that is slow here: time is measured.
+    user.run(["scontrol", "update", f"job={job}", "TimeLimit=60"])
+    warned = time.monotonic()
     os.kill(rank, signal.SIGCONT)
     user.until(job, "^job.sh: status .*: starts again, to resume$", timeout=240)
+    assert time.monotonic() - warned < 175
     rm.unlink()
-    user.run(["scontrol", "update", f"job={job}", "TimeLimit=10"])
     same_end(job)

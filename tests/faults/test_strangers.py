@@ -1,5 +1,6 @@
 """Another user of the node and of its network: a real one, made and removed here."""
 
+import os
 import pwd
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from slurm_jobs import EPOCHS, TWO, environment
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-NAME = "a-stranger"
+NAME = f"a-stranger-{os.getpid()}"
 NODES = ["node1", "node2"]
 
 

@@ -65,7 +65,7 @@ def test_resumed(lowest):
     wrap = f"--wrap={TMPDIR}{wrap} --nproc-per-node=2 main.py {' '.join(IMAGENET)}"
     ids = [lowest.submit("imagenet", *TWO, "job.sh", *IMAGENET) for _ in range(2)]
     ids.append(lowest.submit("imagenet", *SMALL, *flags.split(), wrap))
-    lowest.until(ids[0], "^Epoch 1: ", timeout=300)
+    lowest.until(ids[0], "^World size", timeout=300)
     assert lowest.run(["scancel", "--batch", "--signal=USR1", ids[0]]).exit_code == 0
     results = [lowest.wait(job, timeout=600) for job in ids]
     assert [result.restarts for result in results] == [1, 0, 0], results

@@ -171,7 +171,7 @@ def test_network_interface_to_nowhere(jobs):
             result = jobs.on(node, "sh", "-c", script, "sh", *numbers)
             assert result.exit_code == 0, result
         env = GOOD | {"GLOO_SOCKET_IFNAME": "nowhere"}
-        result = preflight(jobs, TWO, "--timeout=5", env=env)
+        result = preflight(jobs, TWO, "--timeout=20", env=env)
     finally:
         for node in ("node1", "node2"):
             jobs.on(node, *"ip link delete nowhere".split())

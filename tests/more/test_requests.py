@@ -37,5 +37,7 @@ def test_requests(user):
     two, four = (requests_of_a_job(user, ranks) for ranks in (2, 4))
     assert "REQUEST_JOB_STEP_CREATE" in two
     # srun asks again where the controller has not yet noted that a step has ended.
-    assert all(four[kind] < two.get(kind, 0) + 2 for kind in four), (two, four)
+    more = {"REQUEST_JOB_STEP_CREATE": 6}
+    for kind in four:
+        assert four[kind] < two.get(kind, 0) + more.get(kind, 2), (two, four)
     assert sum(two.values()) <= 40, two

@@ -374,14 +374,19 @@ def test_search(jobs: Jobs, project, frameworks):
     array = jobs.submit(folder, *flags, "job.sh", "--epochs=4")
     tasks = [f"{array}_{number}" for number in range(1, 5)]
     warned, requeued, killed, undisturbed = tasks
-    for task, end in (
-        (warned, ["scancel", "--batch", "--signal=USR1"]),
-        (requeued, ["scontrol", "requeue"]),
-        (killed, ["scancel", "--signal=KILL"]),
-    ):
-        jobs.until(task, "^Trial: ")
-        # Of the killed one, only the training, step 2, and not its job.
-        jobs.run([*end, f"{task}.2" if task == killed else task])
+    ends = {
+        # Only the training, step 2, before its first checkpoint, and not the job.
+        killed: ["scancel", "--signal=KILL", f"{killed}.2"],
+        warned: ["scancel", "--batch", "--signal=USR1", warned],
+        requeued: ["scontrol", "requeue", requeued],
+    }
+
+    def begun() -> list[str]:
+        return [task for task in ends if "\nTrial: " in jobs.log(task)]
+
+    while ends:
+        for task in jobs.until_found(array, begun, "a trial", 300, 0.01):
+            jobs.run(ends.pop(task))
     failed = jobs.wait(killed)
     assert failed.find("no new checkpoint in .*: not started again$"), failed
     assert jobs.run(["scontrol", "requeue", killed]).exit_code == 0

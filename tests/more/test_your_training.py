@@ -279,7 +279,7 @@ def test_it_comes_back_and_goes_on(jobs, ranks, own, own_folder):
     jobs.until(job, "(?s)(imports.*){2}")
     sleep = "--wrap=exec sleep infinity"
     grace = "scontrol update PartitionName=main GraceTime="
-    jobs.run(f"{grace}15".split())
+    jobs.run(f"{grace}60".split())
     urgent = jobs.submit("", "--partition=urgent", "--nodes=3", "--exclusive", sleep)
     jobs.until(job, r"^job.sh: status \d+: starts again, to resume$")
     jobs.run(f"{grace}0".split())
