@@ -152,7 +152,9 @@ def list_zip(path: Path) -> list[Member]:
     """Return what is in a zip."""
     try:
         with zipfile.ZipFile(path) as listed:
-            return [find_in_zip(listed, info) for info in listed.infolist()]
+            # By name: as in a tar, the last one of a name counts.
+            infos = {info.filename: info for info in listed.infolist()}
+            return [find_in_zip(listed, info) for info in infos.values()]
     # If bytes are missing in the middle, offsets are negative: that is an OSError.
     except (zipfile.BadZipFile, OSError, ValueError) as error:
         raise StagingError(

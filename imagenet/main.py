@@ -195,7 +195,7 @@ def setup_distributed() -> torch.device:
     on_gpu = device.type == "cuda"
     backend = "nccl" if on_gpu else "gloo"
     try:
-        # All arrive in ten minutes. Later, watch.py ends a hang much earlier than in
+        # All arrive in ten minutes. Later, hangs.py ends a hang much earlier than in
         # a week, and a job may be suspended for long.
         arrivals = dist.rendezvous("env://", timeout=timedelta(minutes=10))
         store, rank, world_size = next(arrivals)

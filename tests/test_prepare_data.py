@@ -470,14 +470,20 @@ def test_what_lies_beside_the_classes(tmp_path, data_dir):
     assert len(Images(data_dir, "train")) == len(Images(data_dir, "val")) == 2
 
 
-def test_an_image_that_was_mended_by_appending(tmp_path, data_dir):
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_an_image_that_was_mended_by_appending(tmp_path, data_dir, kind):
     """Of several members of one name, the last one counts, as for tar itself."""
-    source = tmp_path / "mine.tar"
-    source.write_bytes(tar_bytes(FOUR))
-    with tarfile.open(source, "a") as tar:
-        member = tarfile.TarInfo("train/a/1.jpg")
-        member.size = 4
-        tar.addfile(member, io.BytesIO(b"good"))
+    source = tmp_path / f"mine.{kind}"
+    if kind == "zip":
+        write_zip(source, FOUR)
+        with zipfile.ZipFile(source, "a") as archive, pytest.warns(match="Duplicate"):
+            archive.writestr("train/a/1.jpg", b"good")
+    else:
+        source.write_bytes(tar_bytes(FOUR))
+        with tarfile.open(source, "a") as tar:
+            member = tarfile.TarInfo("train/a/1.jpg")
+            member.size = 4
+            tar.addfile(member, io.BytesIO(b"good"))
     run(source, data_dir)
     images = Images(data_dir, "train")
     assert len(images) == 2 and bytes(images.read_bytes(0).numpy()) == b"good"
