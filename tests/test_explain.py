@@ -186,9 +186,13 @@ def test_nothing_known():
 
 def test_an_error_of_ours():
     """First aid has none that says what to do. No support knows these scripts."""
-    output = run(text="main.py: error: in place of 3, give --x 4\n").stdout.decode()
-    assert "line 1: main.py: error: in place of 3, give --x 4\n" in output
-    assert "This line says what to do." in output and "support" not in output
+    error = "main.py: error: in place of 3, give --x 4\n"
+    end = "srun: error: node1: task 0: Exited with exit code 1\n"
+    end += "job.sh: error: status 1, no new checkpoint in /x: not started again\n"
+    for log in (error, error + end):
+        output = run(text=log).stdout.decode()
+        assert f"line 1: {error}" in output
+        assert "This line says what to do." in output and "support" not in output
 
 
 def test_a_huge_log_in_bounded_memory(tmp_path):
