@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import logging
 import math
 import os
 import re
@@ -28,6 +27,15 @@ def read_stacks() -> str:
         stacks.seek(0)
         # Without the threads' numbers, the stacks of many ranks are equal.
         return re.sub("0x[0-9a-f]+ ", "", stacks.read())
+
+
+def say(text: str) -> None:
+    """Write to the log in one piece: other ranks write there, too.
+
+    print() would wait for a lock that the main thread may hold.
+    """
+    with contextlib.suppress(OSError):
+        os.write(1, f"{text}\n".encode())
 
 
 class HangWatch:
@@ -63,7 +71,7 @@ class HangWatch:
             self.group = dist.new_group(backend="gloo", timeout=limit)
             dist.monitored_barrier(self.group)  # makes these connections
         except RuntimeError as error:
-            logging.warning(
+            resume.say(
                 "warning: a rank that is stopped will not be named: the ranks cannot "
                 f"reach each other with gloo, see GLOO_SOCKET_IFNAME: {error!r}"
             )
@@ -93,8 +101,7 @@ class HangWatch:
             self._meet(doing)
         else:
             rank = os.environ.get("RANK", resume.rank())
-            # In one piece: other ranks write to the same log.
-            logging.error(f"error: rank {rank} on {NODE} {doing}\n{read_stacks()}")
+            say(f"error: rank {rank} on {NODE} {doing}\n{read_stacks()}")
         if not self.group or dist.get_rank() != 0:
             time.sleep(0.15 * self.timeout)  # in which other ranks write what they know
         os._exit(1)  # srun ends the other ranks
@@ -110,7 +117,7 @@ class HangWatch:
         except RuntimeError as error:
             # Of many ranks, two are enough. Rank 0 may be the one that is missing.
             stacks = f"\n{read_stacks()}" if rank < 2 else ""
-            logging.error(f"error: rank {rank} on {NODE} {doing}{stacks}")
+            say(f"error: rank {rank} on {NODE} {doing}{stacks}")
             self._name_missing(str(error))
         else:
             self._show(answers or [])
@@ -121,9 +128,9 @@ class HangWatch:
         for rank, answer in enumerate(answers):
             ranks_of.setdefault(answer, []).append(rank)
         for answer, (rank, *others) in ranks_of.items():
-            logging.error(f"error: rank {rank} on {self.hosts[rank]} {answer}")
+            say(f"error: rank {rank} on {self.hosts[rank]} {answer}")
             if others:
-                logging.error(f"{len(others)} other ranks, too: {others}\n")
+                say(f"{len(others)} other ranks, too: {others}\n")
 
     def _name_missing(self, error: str) -> None:
         missing = []
@@ -132,10 +139,10 @@ class HangWatch:
         elif "Timed out" in error:  # of the group: rank 0 would answer sooner
             missing = [0]
         elif dist.get_rank() == 0:
-            logging.error(f"error: a rank does not answer: {error}")
+            say(f"error: a rank does not answer: {error}")
         # On the other ranks, another error says no more than rank 0 does.
         for rank in missing:
-            logging.error(
+            say(
                 f"error: rank {rank} on {self.hosts[rank]} does not answer: it is "
                 "stopped or has ended, its C code keeps Python's lock, or its node or "
                 "the network is down"

@@ -448,7 +448,7 @@ def test_hang(ranks, tmp_path):
     ended = ranks(folder, ranks=2)
     assert [rank.exit_code for rank in ended] == [1, 1], ended
     told = ended[0]  # what the other one does, too
-    assert told.find("rank 1 on .* has not moved for . s: it trains"), ended
+    assert told.find("^error: rank 1 on .* has not moved for . s: it trains"), ended
     assert len(told.find('main.py", line .* in <module>')) == 2, ended
     # What comes after the loop may take longer.
     text = (folder / "main.py").read_text().replace(happens, "")
