@@ -29,6 +29,7 @@ import itertools
 import json
 import math
 import mmap
+import multiprocessing.popen_fork
 import multiprocessing.util
 import os
 import random
@@ -149,6 +150,7 @@ class Run:
         try:
             if level:  # else an earlier start has left this loop
                 self._levels.append(level)
+                self._meeting = 1  # its turns may take longer
                 rest = self._rest(items, level, group)
                 for sums in self._sums:
                     if not sums.is_reduced():
@@ -180,6 +182,8 @@ class Run:
         if isinstance(batches, DataLoader):
             batches = self._rest(batches, level or Level(), 1)
         met = due = 0
+        for sums in self._sums:  # what it adds, the next start adds again
+            sums.keep(len(self._levels))
         for number, batch in enumerate(batches):
             if level and number == due and number < count:
                 self._meet(at_point=True, batches=number - met)
@@ -235,7 +239,7 @@ class Run:
         level = Level(around.places)
         around.places += 1
         if depth < len(self._place):
-            number, level.done, level.samples = self._place[depth]
+            number, level.done, level.samples, level.batch = self._place[depth]
             if level.number < number:
                 return None
             if depth + 1 == len(self._place):
@@ -299,14 +303,17 @@ class Run:
 
     def _count(self, loader: DataLoader, level, group: int) -> None:
         """Count a loader's samples and batches: they must be those of the save."""
-        if replicas := getattr(sampler_of(loader), "num_replicas", 0):
-            # As many samples are done. On other ranks than before, in other turns.
-            turns = level.done * len(self._own) // replicas
+        samples, batch = length(loader.dataset), loader.batch_size or 1
+        level.total = length(loader)
+        replicas = getattr(sampler_of(loader), "num_replicas", 0)
+        if replicas and level.done:
+            # As many samples are done, in other turns if there are other ranks now.
+            done = level.done * level.batch * len(self._own)
+            turns = done // (batch * replicas)
             turns -= turns % group
             self.step += turns - level.done
-            level.done = turns
-        samples, level.total = length(loader.dataset), length(loader)
-        differ = level.done and level.samples != samples
+            level.done, level.batch = turns, batch
+        differ = level.done and (level.samples, level.batch) != (samples, batch)
         numbers = [differ, level.total, -level.total]
         differ, most, minus_least = reduce(numbers, dist.ReduceOp.MAX)
         # In a validation, a rank may have fewer.
@@ -317,11 +324,11 @@ class Run:
             )
         if differ:
             fail(
-                f"an epoch that began with {level.samples} samples cannot go on "
-                f"with {samples}, or with others on another rank: take the same "
-                "data, or choose another folder"
+                f"an epoch that began with {level.samples} samples, {level.batch} in a "
+                f"batch, cannot go on with {samples} samples, {batch} in a batch, or "
+                "with others on another rank: take the same, or choose another folder"
             )
-        level.samples = samples
+        level.samples, level.batch = samples, batch
 
     def _set_order(self, loader: DataLoader, generators: list) -> int:
         """Let a loader's order follow from its place in the run. Return its seed."""
@@ -430,7 +437,7 @@ class Run:
 
     def _pack_own(self) -> dict[str, bytes]:
         """Return what is this rank's own."""
-        packed = {}
+        packed, problem = {}, None
         for name in self._names:
             part = unwrap(getattr(self, name))
             if isinstance(part, SHARED):
@@ -441,10 +448,15 @@ class Run:
                 )
                 unpack(packed[name])  # or the next start would fail
             except Exception as error:  # of several kinds
-                fail(
+                problem = (
                     f"run.{name} cannot be saved, take numbers, strings, tensors, or "
                     f"lists and dicts of them: {error!r}"
                 )
+        # It may be one rank's alone, for which the others would wait.
+        own = rank() if problem else world_size()
+        first = int(reduce([own], dist.ReduceOp.MIN)[0])
+        if first < world_size():
+            fail(tell_all(problem, first))
         return packed
 
     def _collect(self, at_point: bool) -> dict:
@@ -452,7 +464,9 @@ class Run:
         levels = self._levels[1:]
         if at_point:
             levels.append(Level(self._levels[-1].places - 1))
-        place = [[level.number, level.done, level.samples] for level in levels]
+        place = [
+            [level.number, level.done, level.samples, level.batch] for level in levels
+        ]
         own = self._pack_own()
         about = {name: getattr(self, name) for name in KEPT} | {"_place": place}
         about["_own"] = [tell_all(own, other) for other in range(world_size())]
@@ -572,6 +586,8 @@ class Run:
 
     def _set(self, name: str, part, state) -> None:
         """Give a value its state, in place where the script may hold it by a name."""
+        if sum(getattr(self, other) is part for other in self._names) > 1:
+            return setattr(self, name, state)  # each of these has a state of its own
         if isinstance(part, Tensor) and isinstance(state, Tensor):
             if part.shape == state.shape:
                 with torch.no_grad():
@@ -615,7 +631,7 @@ class Level:
     total = None  # turns, if known: those of a DataLoader
 
     def __init__(self, number: int = 0):
-        self.number, self.done, self.samples = number, 0, 0
+        self.number, self.done, self.samples, self.batch = number, 0, 0, 1
 
 
 def sampler_of(loader: DataLoader):
@@ -987,11 +1003,11 @@ multiprocessing.set_start_method("fork", force=True)
 os.register_at_fork(before=before_fork, after_in_parent=after_fork)
 
 
+# What is forked blocks SIGTERM, and Python would wait for it for ever.
+multiprocessing.popen_fork.Popen.terminate = multiprocessing.popen_fork.Popen.kill
+
+
 @atexit.register
 def end_workers() -> None:
-    """Kill the workers: Python ends them by SIGTERM, which they block, and waits."""
-    # DataLoader's handler would call their end an error, with a traceback.
+    """Let Python kill the workers: DataLoader would call their end an error."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for process in multiprocessing.active_children():
-        if process.daemon:  # others are the script's own
-            process.kill()

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import io
+import itertools
 import multiprocessing
 import operator
 import os
@@ -194,6 +195,8 @@ def steps_with_a_validation():
     model, optimizer = build()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     run = resume.Run(model=model, optimizer=optimizer, scheduler=scheduler, best=9e9)
+    zeros = torch.zeros(2)
+    run.add(now=zeros, before=zeros)
     for step in run.loop(range(23)):
         if step % 5 == 0:
             scheduler.step()
@@ -201,31 +204,40 @@ def steps_with_a_validation():
             run.best = min(run.best, sum(inputs.sum().item() for inputs in batches))
             run.save()
         take_step(model, optimizer, torch.randn(8, 4))
-    return model, torch.tensor(run.best)
+        run.before, run.now = run.now, run.now + 1
+    return model, torch.tensor(run.best), run.now, run.before
 
 
 def validation_first():
     """It leaves a loop that is held, as by tqdm, and saves in the middle of a turn.
 
-    There, it is stopped once, too.
+    There, it is stopped once, too, and in the validation.
     """
     model, optimizer = build()
     run = resume.Run(model=model, optimizer=optimizer, losses=[])
+
+    def warn_once() -> None:
+        place = f"{dist.get_rank()}-{len(run.losses)}-{run.step}"
+        if os.environ["STOP_AT"] != "0" and not (run.folder / place).exists():
+            (run.folder / place).touch()
+            resume.warned.append("now")
+
     for _ in run.loop(range(4)):
-        assert sum(1 for _ in run.pausable(load())) == 8
-        loss = run.sums(1)
+        validated, loss = run.sums(1), run.sums(1)
+        for inputs in run.pausable(load()):
+            validated += len(inputs)
+            warn_once()
         held = run.loop(load())
         for inputs in held:
             loss += take_step(model, optimizer, inputs)
             if run.step % 3 == 1:
-                turn = f"{dist.get_rank()}-{len(run.losses)}-{run.step}"
-                if os.environ["STOP_AT"] != "0" and not (run.folder / turn).exists():
-                    (run.folder / turn).touch()
-                    resume.warned.append("in the turn")
+                warn_once()
                 run.save()
             if run.step == 6:
                 break
         dist.all_reduce(loss)
+        dist.all_reduce(validated)
+        assert validated == 128, "samples are lost, or count twice"
         run.losses.append(loss.item())
     return model, torch.tensor(run.losses)
 
@@ -251,7 +263,14 @@ def open_file(worker: int) -> None:
 
 
 def habits():
-    """NumPy's numbers, what a last turn has made, sums that are reduced early."""
+    """NumPy's numbers, what a last turn has made, sums that are reduced early.
+
+    And a process of its own, which it ends.
+    """
+    process = multiprocessing.get_context("fork").Process(target=signal.pause)
+    process.start()
+    process.terminate()
+    process.join()
     model, optimizer = build()
     optimizer.param_groups[0]["lr"] *= np.sqrt(dist.get_world_size())
     seen, losses = set(), []
@@ -328,6 +347,24 @@ def test_on_more_ranks(tmp_path):
         assert max(tmp_path.glob("*.pt")).name == f"epoch-001-step-{name:06}.pt"
 
 
+def read_until(stop_at: int, batch: int) -> list[int]:
+    os.environ["STOP_AT"] = str(stop_at)
+    run, read, data = resume.Run(), [], range(128)
+    loader = DataLoader(data, batch, sampler=DistributedSampler(data))
+    with contextlib.suppress(SystemExit):
+        for _ in run.loop(range(1)):
+            for indices in run.loop(loader):
+                read += indices.tolist()
+    return read
+
+
+def test_the_same_batch_on_more_ranks(tmp_path):
+    """In the epoch in which it was stopped, it reads what is left."""
+    read = run_ranks(1, fail_in, tmp_path, functools.partial(read_until, 3, 16))
+    read += run_ranks(2, fail_in, tmp_path, functools.partial(read_until, 0, 8))
+    assert sorted(itertools.chain(*read)) == [*range(128)]
+
+
 # What a script cannot do
 
 
@@ -341,6 +378,11 @@ def forget_a_name() -> str:
     with pytest.raises(AttributeError) as error:
         run.best = 0.5
     return str(error.value)
+
+
+def add_what_one_rank_cannot_save() -> str:
+    run = resume.Run(last=dist.get_rank() and add_what_cannot_be_saved)
+    return printed_in(lambda: [*run.loop(range(9))])
 
 
 def fail_in(folder, work) -> str:
@@ -358,6 +400,12 @@ def fail_in(folder, work) -> str:
 def test_refused(work, said, tmp_path):
     (line,) = run_ranks(1, fail_in, tmp_path, work)
     assert line.startswith(said)
+
+
+def test_what_one_rank_cannot_save(tmp_path):
+    """Rank 0 says it, and does not wait for that one."""
+    line, _ = run_ranks(2, fail_in, tmp_path, add_what_one_rank_cannot_save)
+    assert "error: run.last cannot be saved, take numbers, " in line
 
 
 def read(kind: str) -> str:
@@ -473,11 +521,19 @@ def other_data() -> str:
         return refused(lambda: [*run.loop(load(Crops(64)))])
 
 
+def other_batch() -> str:
+    (one, optimizer), (other, other_optimizer) = build(), build()
+    run = resume.Run(one=one, optimizer=optimizer, other=other, another=other_optimizer)
+    for _ in run.loop(range(2)):
+        return refused(lambda: [*run.loop(DataLoader(Crops(), 4))])
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
+        (other_batch, "8 in a batch, cannot go on with 128 samples, 4 in a batch, or"),
         (fewer_parts, "the checkpoint has other, which Run was not given this time"),
-        (other_data, "that began with 128 samples cannot go on with 64, or"),
+        (other_data, "began with 128 samples, 8 in a batch, cannot go on with 64 sam"),
         (other_loops, "the loops are not those of the checkpoint: choose another"),
     ],
 )
