@@ -163,7 +163,13 @@ def watched(run: resume.Run, items: Iterable, minutes: float = 10) -> Iterator:
     def tick(totals=None, turns_per_second=0) -> None:
         watch.tick("trains or validates", watch.timeout)
 
-    run.on_meeting, run.while_saving = tick, watch.paused
+    @contextlib.contextmanager
+    def while_saving():
+        with watch.paused():
+            yield
+        tick()
+
+    run.on_meeting, run.while_saving = tick, while_saving
     tick()
     try:
         yield from items

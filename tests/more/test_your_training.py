@@ -437,7 +437,8 @@ def test_hang(ranks, tmp_path):
     (line,) = re.findall("^ +(for epoch in hangs.watched.*)minutes=10.*$", PAGE, re.M)
     shutil.copy(RESUME.with_name("hangs.py"), tmp_path)
     step = "        optimizer.step()\n"
-    happens = "        if rank == run.step == 1:\n            time.sleep(200)\n"
+    happens = "        if rank == run.epoch == run.step == 1:\n"
+    happens += "            time.sleep(200)\n"
     folder = write(
         tmp_path,
         SEVERAL.read_text().replace("16384, 2", "1280, 2"),
@@ -450,9 +451,16 @@ def test_hang(ranks, tmp_path):
     told = ended[0]  # what the other one does, too
     assert told.find("^error: rank 1 on .* has not moved for . s: it trains"), ended
     assert len(told.find('main.py", line .* in <module>')) == 2, ended
-    # What comes after the loop may take longer.
-    text = (folder / "main.py").read_text().replace(happens, "")
-    write(folder, text, ("dist.barrier()  #", "time.sleep(8)\ndist.barrier()  #"))
+    # A turn may take nearly as long, also after a save. What comes after the loop may
+    # take longer.
+    text = (folder / "main.py").read_text().replace(happens, happens[:-5] + "9)\n")
+    write(
+        folder,
+        text,
+        ("resume.Run(", "resume.Run(save_steps=1, "),
+        ("minutes=0.1", "minutes=0.2"),
+        ("dist.barrier()  #", "time.sleep(14)\ndist.barrier()  #"),
+    )
     ended = ranks(folder, ranks=2)
     assert [rank.exit_code for rank in ended] == [0, 0], ended
 
