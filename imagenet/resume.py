@@ -1009,5 +1009,9 @@ multiprocessing.popen_fork.Popen.terminate = multiprocessing.popen_fork.Popen.ki
 
 @atexit.register
 def end_workers() -> None:
-    """Let Python kill the workers: DataLoader would call their end an error."""
+    """Kill the workers: asked to end, they would remove what may be gone already."""
+    # DataLoader's handler would call their end an error, with a traceback.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for process in multiprocessing.active_children():
+        if process.daemon:  # others are the script's own
+            process.kill()
