@@ -316,12 +316,13 @@ def test_what_to_arrow_refuses(frameworks, tmp_path):
     shard = {}
     for i in range(9):
         shard |= {f"{i}.jpg": draw(), f"{i}.cls": b"%d" % (i % 2 + 1)}
-    other = shard | {"9.jpeg": draw(), "9.cls": b"1"}
-    for name in ("shards", "damaged", "mixed"):
+    shards = {"shards": shard, "damaged": shard}
+    shards["mixed"] = shard | {"9.jpeg": draw(), "9.cls": b"1"}
+    shards["nothing"] = shard | {"9.jpg": b"", "9.cls": b"1"}
+    for name, files in shards.items():
         for split in ("train", "val"):
             (tmp_path / name / split).mkdir(parents=True)
-            content = tar_bytes(other if name == "mixed" else shard)
-            (tmp_path / name / split / "0.tar").write_bytes(content)
+            (tmp_path / name / split / "0.tar").write_bytes(tar_bytes(files))
     path = tmp_path / "damaged" / "train" / "0.tar"
     data = bytearray(path.read_bytes())
     data[data.index(b"5.jpg") + 148] ^= 1  # a digit of its header's checksum
@@ -332,16 +333,17 @@ def test_what_to_arrow_refuses(frameworks, tmp_path):
         "heic": [*photos, "a/4.HEIC"],
         "stray": [*photos, "cover.jpg"],
         "turned": [*photos, "a/3.jpg", "a/notes.txt", "a/._4.jpg"],
+        "bare": [*photos, "b/3.jpg"],
     }
     for folder, names in folders.items():
         for name in names:
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder / name).write_bytes(draw())
     (tmp_path / "turned" / "a" / "3.jpg").write_bytes(draw()[:100])
+    (tmp_path / "bare" / "b" / "3.jpg").write_bytes(b"")
     names = (*tables, "cp1252", "one/train.csv")
     lists = [[name, f"out/{name}", "text", "label"] for name in names]
-    names = ("damaged", "shards", "mixed")
-    lists += [[name, f"out/{name}", "jpg", "cls"] for name in names]
+    lists += [[name, f"out/{name}", "jpg", "cls"] for name in shards]
     lists += [[name, f"out/{name}", "image", "label"] for name in folders]
     said = to_arrow(frameworks, tmp_path, *lists)
     wrong = "label must be whole numbers or words, and none may be missing"
@@ -349,13 +351,15 @@ def test_what_to_arrow_refuses(frameworks, tmp_path):
     for line in (
         f"floats: {wrong}: train has 0.5 in row 0\n",
         f"none: {wrong}: train has '' in row 18\n",
-        "no_word: train: 1 rows have no text\n",
+        "no_word: train: 1 rows have no text, such as row 18: ''\n",
         "unknown: validation: label has {'fox'}, which is no class of train\n",
         "one: label has one class only, ['pos']\n",
         "empty: ValueError('Instruction \"validation\" corresponds to no data!'): ",
         "numbers: train: label has {'nan'}, which is no class of train\n",
         "damaged: damaged/train/0.tar is cut or damaged",
-        "mixed: train: 1 rows have no jpg\n",
+        "mixed: train: 1 rows have no jpg, such as row 9: None\n",
+        "nothing: train: 1 rows have no jpg, such as row 9: {'bytes': b'', 'path': '9.",
+        f"have no image, such as row 2: {{'bytes': None, 'path': '{tmp_path}/bare/b/3",
         "called: it has 8 images, and only {'train': 2} become rows: the others are ",
         "heic: it has 7 images, and only {'train': 6} become rows: the others are ",
         "stray: no split train has the columns image and label; found {'train': ",
