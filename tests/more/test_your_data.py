@@ -464,18 +464,19 @@ def test_numbers_and_masks(kind, tmp_path):
     """The lines of the page, in main.py, train and validate."""
     splice(tmp_path, "table.py")
     lines = [line.strip() for line in re.findall("^    .*", PAGE, re.MULTILINE)]
-    targets, valid, loss, answers, numbers, names, crop, both, give, *mask_loss = (
+    known, of, valid, loss, answers, numbers, names, crop, both, give, *mask_loss = (
         next(line for line in lines if line.startswith(words))
         for words in (
-            *("self.target_of = {", 'valid_set = Table("validation.csv", center_crop)'),
+            *("from labels import", "self.target_of = numbers_of"),
+            'valid_set = Table("validation.csv", center_crop)',
             *("loss = F.mse", "answers =", "correct +="),
             *("from torchvision", "crop = v2", "image, mask =", "return image, mask"),
             *("loss = F.cross", "targets =", "shares =", "correct += shares"),
         )
     )
     main = (tmp_path / "main.py").read_text()
-    changes = {"self.target_of =": targets, "valid_set = Table": valid}
-    changes |= {"loss = F.": loss, "answers =": answers, "correct +=": numbers}
+    changes = {"from labels import": known, "self.target_of =": of, "loss = F.": loss}
+    changes |= {"valid_set = T": valid, "answers =": answers, "correct +=": numbers}
     if kind == "masks":
         start, end = main.index("import os\n\nfrom crops"), main.index("def main()")
         block = MASKS.format(names=names, crop=crop, both=both, give=give)
@@ -504,8 +505,8 @@ def test_numbers_and_masks(kind, tmp_path):
         assert float(found[-1][1]) > 80, result
         return
     assert 0 < float(found[-1][1]) <= 100 and found[-1][2] == "20", result
-    for label in ("nan", "", "inf"):
-        prices[17] = f"17.jpg,{label}"
+    for label in ("nan", "", "inf", "NA", "1,5"):
+        prices[17] = f'17.jpg,"{label}"'
         write_tables(tmp_path, "path,label", prices, prices[:12])
         result = call([*command, "--epochs=1"], cwd=tmp_path, env=ALONE)
         error = f"main.py: error: train.csv: 17.jpg: no class '{label}'\n"
