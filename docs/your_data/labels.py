@@ -43,6 +43,16 @@ def classes_of(labels):
     return {word: number for number, word in enumerate(words)}
 
 
+def numbers_of(labels):
+    """Return the number that each label is. What is none is left out: NA, nan."""
+    numbers = {}
+    for word in sorted(set(labels)):
+        with contextlib.suppress(ValueError):
+            if math.isfinite(float(word)):
+                numbers[word] = float(word)
+    return numbers
+
+
 def describe(train, valid):
     """Print the classes; return what must be the same when the job comes back."""
     classes = list(train.target_of)

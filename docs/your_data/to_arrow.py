@@ -102,7 +102,8 @@ if "validation" not in data:
 def content(value):
     """Return a number for an input, 0 for a missing one."""
     if is_image and value:
-        value = value["bytes"] or Path(value["path"]).read_bytes()
+        file, value = value["path"], value["bytes"]  # b"" of an empty file in a shard
+        value = Path(file).read_bytes() if value is None else value
     return hash(value if isinstance(value, bytes) else str(value)) if value else 0
 
 
@@ -111,7 +112,9 @@ for split, rows in data.items():
     raw = rows.cast_column("input", Image(decode=False)) if is_image else rows
     numbers = [content(value) for value in raw["input"]]
     if missing := numbers.count(0):
-        fail(f"{split}: {missing} rows have no {inputs}")
+        row = numbers.index(0)
+        first = f"such as row {row}: {raw[row]['input']!r}"
+        fail(f"{split}: {missing} rows have no {inputs}, {first}")
     contents[split] = set(numbers)
     counts = Counter(rows["label"])
     print(f"{split}: {len(rows)} rows, {len(counts)} classes")

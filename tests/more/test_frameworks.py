@@ -1,5 +1,6 @@
 """docs/your_training: Lightning, Trainer and Accelerate, stopped in mid-epoch."""
 
+import os
 import re
 import shutil
 import signal
@@ -8,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from slurm_jobs import REPOSITORY, Jobs, every_case, listing
+from slurm_jobs import REPOSITORY, Jobs, call, every_case, listing
 
 SCRIPTS = REPOSITORY / "docs" / "your_training"
 FLAGS = "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 --mem=4G"
@@ -184,3 +185,17 @@ def test_goes_on_in_the_middle_of_an_epoch(jobs, environment, tmp_path, name, ca
         assert list(drawn) == list("01234"), expected
     if case == "its own state" and name == "accelerate":
         assert losses(expected.output, line)[-1].endswith("rate 0.000000"), expected
+
+
+def test_fewer_samples_than_a_batch(environment, tmp_path):
+    """Accelerate would save a model that has not been trained, with status 0."""
+    text = (SCRIPTS / "accelerate" / "main.py").read_text().replace("16384", "60")
+    (tmp_path / "main.py").write_text(text)
+    shutil.copy(REPOSITORY / "imagenet" / "resume.py", tmp_path)
+    alone = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [environment / "bin" / "python", "main.py"]
+    result = call(command, cwd=tmp_path, env=os.environ | alone)
+    assert result.exit_code == 1, result
+    assert result.output.endswith("main.py: error: 60 samples are too few\n"), result
+    assert not list(tmp_path.glob("checkpoint-*")), result

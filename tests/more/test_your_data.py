@@ -316,12 +316,13 @@ def test_what_to_arrow_refuses(frameworks, tmp_path):
     shard = {}
     for i in range(9):
         shard |= {f"{i}.jpg": draw(), f"{i}.cls": b"%d" % (i % 2 + 1)}
-    other = shard | {"9.jpeg": draw(), "9.cls": b"1"}
-    for name in ("shards", "damaged", "mixed"):
+    shards = {"shards": shard, "damaged": shard}
+    shards["mixed"] = shard | {"9.jpeg": draw(), "9.cls": b"1"}
+    shards["nothing"] = shard | {"9.jpg": b"", "9.cls": b"1"}
+    for name, files in shards.items():
         for split in ("train", "val"):
             (tmp_path / name / split).mkdir(parents=True)
-            content = tar_bytes(other if name == "mixed" else shard)
-            (tmp_path / name / split / "0.tar").write_bytes(content)
+            (tmp_path / name / split / "0.tar").write_bytes(tar_bytes(files))
     path = tmp_path / "damaged" / "train" / "0.tar"
     data = bytearray(path.read_bytes())
     data[data.index(b"5.jpg") + 148] ^= 1  # a digit of its header's checksum
@@ -332,16 +333,17 @@ def test_what_to_arrow_refuses(frameworks, tmp_path):
         "heic": [*photos, "a/4.HEIC"],
         "stray": [*photos, "cover.jpg"],
         "turned": [*photos, "a/3.jpg", "a/notes.txt", "a/._4.jpg"],
+        "bare": [*photos, "b/3.jpg"],
     }
     for folder, names in folders.items():
         for name in names:
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder / name).write_bytes(draw())
     (tmp_path / "turned" / "a" / "3.jpg").write_bytes(draw()[:100])
+    (tmp_path / "bare" / "b" / "3.jpg").write_bytes(b"")
     names = (*tables, "cp1252", "one/train.csv")
     lists = [[name, f"out/{name}", "text", "label"] for name in names]
-    names = ("damaged", "shards", "mixed")
-    lists += [[name, f"out/{name}", "jpg", "cls"] for name in names]
+    lists += [[name, f"out/{name}", "jpg", "cls"] for name in shards]
     lists += [[name, f"out/{name}", "image", "label"] for name in folders]
     said = to_arrow(frameworks, tmp_path, *lists)
     wrong = "label must be whole numbers or words, and none may be missing"
@@ -349,13 +351,15 @@ def test_what_to_arrow_refuses(frameworks, tmp_path):
     for line in (
         f"floats: {wrong}: train has 0.5 in row 0\n",
         f"none: {wrong}: train has '' in row 18\n",
-        "no_word: train: 1 rows have no text\n",
+        "no_word: train: 1 rows have no text, such as row 18: ''\n",
         "unknown: validation: label has {'fox'}, which is no class of train\n",
         "one: label has one class only, ['pos']\n",
         "empty: ValueError('Instruction \"validation\" corresponds to no data!'): ",
         "numbers: train: label has {'nan'}, which is no class of train\n",
         "damaged: damaged/train/0.tar is cut or damaged",
-        "mixed: train: 1 rows have no jpg\n",
+        "mixed: train: 1 rows have no jpg, such as row 9: None\n",
+        "nothing: train: 1 rows have no jpg, such as row 9: {'bytes': b'', 'path': '9.",
+        f"have no image, such as row 2: {{'bytes': None, 'path': '{tmp_path}/bare/b/3",
         "called: it has 8 images, and only {'train': 2} become rows: the others are ",
         "heic: it has 7 images, and only {'train': 6} become rows: the others are ",
         "stray: no split train has the columns image and label; found {'train': ",
@@ -460,18 +464,19 @@ def test_numbers_and_masks(kind, tmp_path):
     """The lines of the page, in main.py, train and validate."""
     splice(tmp_path, "table.py")
     lines = [line.strip() for line in re.findall("^    .*", PAGE, re.MULTILINE)]
-    targets, valid, loss, answers, numbers, names, crop, both, give, *mask_loss = (
+    known, of, valid, loss, answers, numbers, names, crop, both, give, *mask_loss = (
         next(line for line in lines if line.startswith(words))
         for words in (
-            *("self.target_of = {", 'valid_set = Table("validation.csv", center_crop)'),
+            *("from labels import", "self.target_of = numbers_of"),
+            'valid_set = Table("validation.csv", center_crop)',
             *("loss = F.mse", "answers =", "correct +="),
             *("from torchvision", "crop = v2", "image, mask =", "return image, mask"),
             *("loss = F.cross", "targets =", "shares =", "correct += shares"),
         )
     )
     main = (tmp_path / "main.py").read_text()
-    changes = {"self.target_of =": targets, "valid_set = Table": valid}
-    changes |= {"loss = F.": loss, "answers =": answers, "correct +=": numbers}
+    changes = {"from labels import": known, "self.target_of =": of, "loss = F.": loss}
+    changes |= {"valid_set = T": valid, "answers =": answers, "correct +=": numbers}
     if kind == "masks":
         start, end = main.index("import os\n\nfrom crops"), main.index("def main()")
         block = MASKS.format(names=names, crop=crop, both=both, give=give)
@@ -500,8 +505,8 @@ def test_numbers_and_masks(kind, tmp_path):
         assert float(found[-1][1]) > 80, result
         return
     assert 0 < float(found[-1][1]) <= 100 and found[-1][2] == "20", result
-    for label in ("nan", "", "inf"):
-        prices[17] = f"17.jpg,{label}"
+    for label in ("nan", "", "inf", "NA", "1,5"):
+        prices[17] = f'17.jpg,"{label}"'
         write_tables(tmp_path, "path,label", prices, prices[:12])
         result = call([*command, "--epochs=1"], cwd=tmp_path, env=ALONE)
         error = f"main.py: error: train.csv: 17.jpg: no class '{label}'\n"

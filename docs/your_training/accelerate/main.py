@@ -32,6 +32,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 run_dir = os.environ.get("RUN_DIR", ".")  # job.sh makes one for each job
 batch_size = loader.total_batch_size  # of all ranks
+if len(loader) == 0:  # Accelerate would train on nothing, and say nothing
+    resume.fail(f"{len(dataset)} samples are too few")
 
 
 def save(epoch, samples):
