@@ -35,7 +35,7 @@ def say(text: str) -> None:
     print() would wait for a lock that the main thread may hold.
     """
     with contextlib.suppress(OSError):
-        os.write(1, f"{text}\n".encode())
+        os.write(1, f"{text}\n".encode(errors="backslashreplace"))
 
 
 class HangWatch:

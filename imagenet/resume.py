@@ -150,7 +150,9 @@ class Run:
         try:
             if level:  # else an earlier start has left this loop
                 self._levels.append(level)
-                self._meeting = 1  # its turns may take longer
+                # Its turns may take longer than those before it.
+                self._since_meeting, self._met_at = 0, time.monotonic()
+                self._meeting = 1
                 rest = self._rest(items, level, group)
                 for sums in self._sums:
                     if not sums.is_reduced():

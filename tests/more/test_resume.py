@@ -15,6 +15,7 @@ import os
 import random
 import re
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -487,6 +488,26 @@ def test_a_warning_in_a_validation(tmp_path):
     """A batch may take long, so it does not wait for many."""
     (after,) = run_ranks(1, fail_in, tmp_path, warn_in_a_validation)
     assert after <= 1
+
+
+def warn_in_slow_turns() -> int:
+    """Return how many turns it takes after a warning in the second one of 0.5 s."""
+    run, turn = resume.Run(), 0
+    with contextlib.suppress(SystemExit):
+        for _ in run.loop(range(1)):
+            for _ in run.loop(range(41)):  # fast ones, a meeting after the last
+                pass
+            for turn in run.loop(range(40)):
+                time.sleep(0.5)
+                if turn == 1:
+                    resume.warned.append("now")
+    return turn - 1
+
+
+def test_a_warning_in_slow_turns(tmp_path):
+    """They come behind fast ones, of which many pass between two meetings."""
+    (after,) = run_ranks(1, fail_in, tmp_path, warn_in_slow_turns)
+    assert after <= 5
 
 
 def write_a_compiled_model(folder) -> list[str]:
